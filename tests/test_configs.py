@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from configs import chinchilla, hf
+from configs import hf
 from launch.lib import shapes
 from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.head_export import write_head
@@ -24,9 +24,7 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
-PUBLISHED = tomllib.loads(
-    pathlib.Path(__file__).with_name("published_sizes.toml").read_text(encoding="utf-8")
-)
+PUBLISHED = tomllib.loads(pathlib.Path(__file__).with_name("published_sizes.toml").read_text())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -141,27 +139,3 @@ def test_two_names_are_a_pair_and_anything_else_is_refused():
             match="choose one of gpt2, llama-8b, .* or give a target, alone or with a draft",
         ):
             hf.get_config(wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "argument, devices, draft_model_parallelism, batch",
-    [
-        ("v5p-64,batch=8", 32, 16, 8),
-        ("batch=2,v4-16", 8, 0, 2),
-        ("v6e-64", 64, 16, 1),
-        ("tiny", 1, 0, 1),
-    ],
-)
-def test_other_slices_and_batches(argument, devices, draft_model_parallelism, batch):
-    """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
-    config = ExperimentConfig.from_config_dict(chinchilla.get_config(argument))
-    assert (config.mesh.model, config.batch) == (devices, batch)
-    assert config.mesh.draft_model_parallelism == draft_model_parallelism
-    mesh = mesh_of(config)
-    for shape, layout in (
-        (config.target, Layout.tensor_parallel(mesh)),
-        (config.draft, draft_layout(mesh, draft_model_parallelism or None)),
-    ):
-        model = shard_model(shape.model(), layout)
-        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))

@@ -22,7 +22,7 @@ ORDER = tuple(
 
 
 def test_folders_are_those_of_the_readme():
-    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    readme = (PACKAGE.parent / "README.md").read_text()
     assert tuple(re.findall(r"`specsamp/(\w+)`", readme.partition("## Layout")[2])) == ORDER
     assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(
         ORDER
@@ -33,10 +33,10 @@ def test_a_folder_imports_only_from_those_above_it():
     found = []
     for path in PACKAGE.glob("*/**/*.py"):
         here = path.relative_to(PACKAGE).parts[0]
-        if re.search(r"^\s*import specsamp$", path.read_text(encoding="utf-8"), re.MULTILINE):
+        if re.search(r"^\s*import specsamp$", path.read_text(), re.MULTILINE):
             found.append(f"{path.relative_to(PACKAGE)} imports the whole package")
         for name in re.findall(
-            r"^\s*(?:from|import) specsamp\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+            r"^\s*(?:from|import) specsamp\.(\w+)", path.read_text(), re.MULTILINE
         ):
             if name in ORDER and ORDER.index(name) > ORDER.index(here):
                 found.append(f"{path.relative_to(PACKAGE)} imports specsamp.{name}")
@@ -155,10 +155,7 @@ def test_experimental_names_of_jax_stand_in_one_file():
         for name in ("specsamp", "launch", "configs", "tests", "notebooks")
         for path in (root / name).rglob("*.py")
     ]
-    found = {
-        str(path.relative_to(root)): experimental_names(path.read_text(encoding="utf-8"))
-        for path in paths
-    }
+    found = {str(path.relative_to(root)): experimental_names(path.read_text()) for path in paths}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -169,7 +166,5 @@ def test_experimental_parts_of_jax_are_there(name):
 
 @pytest.mark.parametrize("name", [".ci/newest.txt", ".ci/oldest.txt"])
 def test_experimental_parts_were_seen_in_the_releases_of_the_tests(name):
-    fixed = re.findall(
-        r"^jax==([\d.]+)", (PACKAGE.parent / name).read_text(encoding="utf-8"), re.MULTILINE
-    )
+    fixed = re.findall(r"^jax==([\d.]+)", (PACKAGE.parent / name).read_text(), re.MULTILINE)
     assert fixed and set(fixed) <= set(jax_names.SEEN)

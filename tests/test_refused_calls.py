@@ -13,7 +13,7 @@ import pytest
 def cases():
     found = []
     for path in sorted(pathlib.Path(__file__).parent.glob("*/refused_calls.txt")):
-        for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+        for paragraph in path.read_text().split("\n\n"):
             lines = paragraph.splitlines()
             first = "\n".join(line for line in lines if " => " not in line)
             for line in lines:

@@ -91,7 +91,7 @@ def found():
     for folder in ("decoding", "models", "sampling", "serving", "checkpoints", "mesh"):
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             name = path.relative_to(PACKAGE).as_posix()
-            for function, line in writes(ast.parse(path.read_text(encoding="utf-8"))):
+            for function, line in writes(ast.parse(path.read_text())):
                 places.setdefault(f"{name}: {function}", []).append(line)
     return places
 

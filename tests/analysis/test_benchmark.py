@@ -15,7 +15,7 @@ from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import rate_error
 from specsamp.analysis.benchmark import RoundSplit, benchmark, write_profile
 from specsamp.analysis.grid import counts_of
-from specsamp.analysis.workload import Workload, decoders, take_turns
+from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -78,17 +78,6 @@ def test_counts_as_json_and_back():
     written = json.loads(report.json_text(nothing))
     assert written["rate"] is None and written["by_position"] == [None]
     assert math.isnan(rate_error(0.5, 0)) and tables.rate_with_error(nothing) == ""
-
-
-def test_all_run_once_before_any_runs_again():
-    order = []
-    answers = take_turns(
-        {name: lambda turn, name=name: order.append((name, turn)) or turn for name in "ab"}, 2
-    )
-    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and answers == {
-        "a": [0, 1],
-        "b": [0, 1],
-    }
 
 
 def test_all_calls_of_a_round_are_timed(result):

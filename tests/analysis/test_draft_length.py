@@ -88,24 +88,6 @@ def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
     assert choose(pair) == "of the first"
 
 
-def test_acceptance_counts_as_well(pair, clocks):
-    clocks({0: 1.0, 1: 1.1, 4: 1.5})
-    poor = dataclasses.replace(pair, draft_params=fakes.near(pair.target_params, 1, 50.0))
-    assert choose(poor).usual < 4
-
-
-def test_drafters_of_ones_own_and_several_rows(pair, clocks):
-    ran = clocks({0: 1.0, 3: 0.5})
-    found = choose(
-        pair, make_drafter=lambda K: NgramDrafter(K=K), lengths=(0, 3), prompts=PROMPTS[:1] * 2
-    )
-    assert (
-        found.usual == 3
-        and ran[-1].method.drafter == NgramDrafter(K=3)
-        and ran[-1].workload.batch == 2
-    )
-
-
 def test_the_noise_is_not_that_of_the_completions(pair, clocks):
     """K must not depend on the random numbers that decide the text."""
     ran = clocks({0: 1.0, 1: 1.0})

@@ -94,7 +94,7 @@ def measure_cells(cells, results, outcomes, **options):
 
 
 def stored(path):
-    return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    return json.loads(pathlib.Path(path).read_text())
 
 
 def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
@@ -149,12 +149,12 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     """
     path = tmp_path / "audit.json"
     opened_before = grid.Results.open(str(path), IDENTITY)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text)
     with pytest.raises(ValueError, match="audit.json .*left alone. Give another --output"):
         grid.Results.open(str(path), IDENTITY)
     with pytest.raises(ValueError, match="left alone"):
         opened_before.add({"key": key(batch=9), "result": {"n": 9}}, {})
-    assert path.read_text(encoding="utf-8") == text and len([*tmp_path.iterdir()]) == 1
+    assert path.read_text() == text and len([*tmp_path.iterdir()]) == 1
 
 
 def test_an_empty_file_and_a_device_hold_nothing_yet(tmp_path):

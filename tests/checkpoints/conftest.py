@@ -43,7 +43,7 @@ def divide(folder):
         part = {name: tensors[name] for name in list(tensors)[i::4]}
         save_file(part, folder / (file := f"model-0000{i + 1}-of-00004.safetensors"))
         of_tensor |= dict.fromkeys(part, file)
-    (folder / INDEX).write_text(json.dumps({"weight_map": of_tensor}), encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps({"weight_map": of_tensor}))
 
 
 @pytest.fixture

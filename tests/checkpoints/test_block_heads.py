@@ -18,6 +18,7 @@ from specsamp.checkpoints.trained_pair import ASSETS, load_pair
 from specsamp.models.config import TransformerConfig
 from support import golden, golden_heads
 from support.checkpoint_shapes import edit
+from support.extras import slow_but
 
 TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
 TOY_TARGET = TransformerConfig(
@@ -64,9 +65,10 @@ def run_blocks(head, weights, hidden, tokens):
     return rows, jnp.stack(logits, 1), odds and jnp.stack(odds, 1)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors"))
-)
+NAMES = sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, "dflash2", "dspark_gated"))
 def test_heads_of_speculators(tmp_path, name):
     """Covers windows, corrections, confidences and reduced vocabularies; written heads are read
     back unchanged.

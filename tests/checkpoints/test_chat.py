@@ -33,8 +33,7 @@ pytestmark = extras.needs("jinja2")
 # The formats of three families, in templates of our own.
 FOLDER = pathlib.Path(__file__).with_name("templates")
 LLAMA3, QWEN3, MISTRAL = (
-    (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
-    for name in ("llama3", "qwen3", "mistral")
+    (FOLDER / f"{name}.jinja").read_text() for name in ("llama3", "qwen3", "mistral")
 )
 BE_SHORT, ASK = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Why? "}
 ANSWER, MORE = {"role": "assistant", "content": "So."}, {"role": "user", "content": "Go on"}
@@ -144,9 +143,7 @@ def short(no_process, monkeypatch):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
 
 
-@pytest.mark.parametrize(
-    "source", (FOLDER / "hostile.txt").read_text(encoding="utf-8").splitlines()
-)
+@pytest.mark.parametrize("source", (FOLDER / "hostile.txt").read_text().splitlines())
 def test_what_a_template_may_not_do(short, source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
@@ -243,7 +240,7 @@ def test_a_process_that_ends_within_a_template_is_replaced_once(worker):
 
 def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatch, tmp_path):
     """A pair that talks would be served, or chatted with, as one that completes."""
-    (tmp_path / "jinja2.py").write_text("import no_such_library\n", encoding="utf-8")
+    (tmp_path / "jinja2.py").write_text("import no_such_library\n")
     assert not knows_conversations(ByteTokenizer())
     monkeypatch.setattr(
         ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages)
@@ -313,7 +310,7 @@ def test_messages_that_are_none(messages, message):
 
 
 def write(folder, **content):
-    (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
 
 
 def test_where_templates_are_found(tmp_path):
@@ -340,10 +337,10 @@ def test_where_templates_are_found(tmp_path):
     found = read_chat_template(place)
     assert found.source == "c" and found.render([ASK]) == "c"
     assert found.render([ASK], tools=[{}]) == "b"
-    (tmp_path / "chat_template.jinja").write_text("d", encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text("d")
     assert read_chat_template(place).source == "d"
     (tmp_path / "additional_chat_templates").mkdir()  # as transformers saves them
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("e", encoding="utf-8")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("e")
     found = read_chat_template(place)
     assert (found.render([ASK]), found.render([ASK], tools=[{}])) == ("d", "e")
     shutil.rmtree(tmp_path / "additional_chat_templates")

@@ -18,7 +18,7 @@ LLAMA3 = dict(
 SCALINGS = {"llama3": LLAMA3, "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0)}
 ORIGINAL = "original_max_position_embeddings"
 # Of the configuration classes of transformers, for the keys that are read here.
-DEFAULTS = json.loads(pathlib.Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+DEFAULTS = json.loads(pathlib.Path(__file__).with_name("defaults.json").read_text())
 RELEASE = DEFAULTS.pop("transformers")
 WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee")
 

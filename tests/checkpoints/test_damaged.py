@@ -19,7 +19,7 @@ from support.checkpoint_shapes import edit, open_all
 
 def tensor_change(folder, name, change):
     """Rewrites the file that holds a tensor; ``change`` gets its tensors."""
-    file = folder / json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
     tensors = safetensors.numpy.load_file(file)
     change(tensors)
     safetensors.numpy.save_file(tensors, file)

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp.checkpoints.export import describe_model, export
+from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.params import WrongShapes
 from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.safetensors_io import INDEX
-from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.models.config import tiny
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
@@ -37,20 +36,6 @@ def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
     )
     assert checkpoint.tokenizer.encode("def é") == tokenizer.encode("def é")
     assert not (tmp_path / INDEX).exists()
-
-
-def test_the_shipped_target_has_a_counterpart():
-    """An ungated, tied, rotary model with one kv head is written as Arcee."""
-    pair = load_pair("python")
-    content = describe_model(pair.target.config, pair.tokenizer.eos_id)
-    assert (
-        content["architectures"] == ["ArceeForCausalLM"]
-        and content["hidden_act"] == "gelu_pytorch_tanh"
-    )
-    with pytest.raises(
-        ValueError, match="ArceeForCausalLM has no counterpart of ngram_rows = 32768"
-    ):
-        describe_model(pair.draft.config, None)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.enumeration import COMPILE_FAST
+from support.extras import slow_but
 
-every_model = pytest.mark.parametrize("name", golden.NAMES)
 CLOSE = 2e-5  # of the largest logit; measured: 5e-6. Each of the mistakes below is beyond 1e-4
 LENGTH, CHUNK, SLOTS = 24, 8, 40
 # A program more; the others read their text in chunks.
@@ -56,7 +56,7 @@ def stale_cache(model, rows):
     )
 
 
-@every_model
+@pytest.mark.parametrize("name", slow_but(golden.NAMES, *ONE_BY_ONE, "mimo", "qwen3_moe"))
 def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
     """One pass; chunks over a stale cache, of which the last is taken back and fed again; then
     their own text.

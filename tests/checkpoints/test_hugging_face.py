@@ -115,9 +115,9 @@ def test_rows_of_padding_are_zero(original, params):
 
 
 def test_stop_tokens_of_the_generation_config_come_first(saved, tokenizer):
-    (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
+    (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     assert open_checkpoint(saved).stop_ids == (5, 7, tokenizer.eos_id)
-    (saved / "generation_config.json").write_text("[]", encoding="utf-8")
+    (saved / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match="generation_config.json is no JSON object"):
         open_checkpoint(saved)
 
@@ -131,10 +131,10 @@ def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     whole.add_special_tokens(list(names))
     whole.save(str(saved / "tokenizer.json"))
     turn, eot, end, of_message, returned = map(whole.token_to_id, names)
-    (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
+    (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
 
     def stops(**content):
-        (saved / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+        (saved / "tokenizer_config.json").write_text(json.dumps(content))
         return open_checkpoint(saved).stop_ids
 
     assert stops() == (5, 7)
@@ -153,7 +153,7 @@ def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     assert stops(chat_template="<|end|> <|return|>") == (5, 7, returned), (
         "there <|end|> ends a message of a turn"
     )
-    (saved / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}', encoding="utf-8")
+    (saved / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}')
     assert stops() == (5, 7, eot) and stops(eos_token="</s>") == (5, 7, end)
     (saved / "generation_config.json").unlink()
     assert stops()[1:] == (eot,), "after that of config.json"

@@ -24,7 +24,7 @@ def hub(original, tokenizer, tmp_path, monkeypatch):
     """A target of several files, a draft and a head for it."""
     hub = StandInHub(tmp_path / "hub", tmp_path / "cache")
     target = shutil.copytree(original, hub.folder / "some/target")
-    (target / "tokenizer_config.json").write_text(json.dumps(CHAT), encoding="utf-8")
+    (target / "tokenizer_config.json").write_text(json.dumps(CHAT))
     smaller = dataclasses.replace(CONFIG, width=16, num_heads=2, num_kv_heads=1, tied=True)
     export(hub.folder / "some/draft", smaller, random_params(smaller), tokenizer)
     write_random_head(hub.folder / "some/head", "some/target")
@@ -88,7 +88,7 @@ def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert "2 names, of which 0 would not load" in done.stdout
-    assert [one["problem"] for one in json.loads(output.read_text(encoding="utf-8"))["names"]] == [
+    assert [one["problem"] for one in json.loads(output.read_text())["names"]] == [
         None,
         None,
     ]

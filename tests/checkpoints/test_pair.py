@@ -100,9 +100,7 @@ def test_a_pair_is_its_dequantised_weights(original, params):
             np.testing.assert_array_equal(value, stored[name])
     assert pair.tokenizer.decode(pair.tokenizer.encode("def é")) == "def é"
     assert load_pair(original, dtype="bfloat16").target.config.dtype == "bfloat16"
-    assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {
-        "of": "a test"
-    }
+    assert json.loads((original / "pair.json").read_text())["provenance"] == {"of": "a test"}
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
@@ -171,13 +169,13 @@ def test_a_tokenizer_of_another_model(saved):
     texts = ["".join(map(chr, range(300 + 40 * i, 340 + 40 * i))) for i in range(20)]
     larger = train_tokenizer(texts * 3, 400)
     assert larger.get_vocab_size() > 300
-    (saved / "tokenizer.json").write_text(larger.to_str(), encoding="utf-8")
+    (saved / "tokenizer.json").write_text(larger.to_str())
     with pytest.raises(ValueError, match=f"tokenizer.* {larger.get_vocab_size()} tokens .* 300"):
         load_pair(saved)
 
 
 def test_the_end_of_text_is_the_pairs_own(saved):
-    described = json.loads((saved / "pair.json").read_text(encoding="utf-8"))
+    described = json.loads((saved / "pair.json").read_text())
     assert load_pair(saved).tokenizer.eos_id == load_pair(saved).tokenizer.token_id(
         described["eos"]
     )
@@ -187,7 +185,7 @@ def test_the_end_of_text_is_the_pairs_own(saved):
         ({"target": {}}, "pair.json does not describe a pair"),
         ({"target": {"wdth": 3}, "draft": {}}, "pair.json does not describe a pair"),
     ):
-        (saved / "pair.json").write_text(json.dumps(content), encoding="utf-8")
+        (saved / "pair.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message):
             load_pair(saved)
 
@@ -214,12 +212,10 @@ def test_what_is_no_name_is_refused(read, what, name):
 def test_prompts(saved):
     with pytest.raises(FileNotFoundError, match="has no prompts: .*prompts.json is missing"):
         load_prompts(saved)
-    (saved / "prompts.json").write_text(
-        '{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8"
-    )
+    (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}')
     assert load_prompts(saved) == ["é", "b"]
     for content in ("{", "{}", '{"prompts": 3}', '{"prompts": [{"text": 3}]}'):
-        (saved / "prompts.json").write_text(content, encoding="utf-8")
+        (saved / "prompts.json").write_text(content)
         with pytest.raises(
             ValueError, match="prompts.json (is no JSON|holds prompts|holds no prompts)"
         ):

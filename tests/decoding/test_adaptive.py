@@ -20,7 +20,6 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
-from specsamp.decoding.results import RowStats
 from specsamp.serving.service import Service
 from support import mutants
 from support.fakes import TableLM, decode, near, table_loop, table_pair
@@ -43,15 +42,6 @@ def test_statistics_count_the_lengths(restless):
     assert jnp.all(stats.lengths_BT.sum(1) == stats.rounds_B)
     assert jnp.all(stats.lengths_BT @ jnp.arange(K + 1) == stats.drafted_B)
     assert jnp.all(stats.lengths_BT.sum(0) > 0)  # none, some and most were drafted
-    for row, length in enumerate(restless.prompt_lengths):
-        of_row = slice(length, int(restless.state.lengths_B[row]))
-        columns = (
-            restless.state.rounds_BS[row, of_row].tolist(),
-            restless.state.from_draft_BS[row, of_row].tolist(),
-        )
-        assert RowStats.of_rounds(*columns, K, adapts=True) == RowStats.of(
-            jax.device_get(stats), row
-        )
 
 
 def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
@@ -195,23 +185,6 @@ def test_pauses_double_until_a_draft_pays():
     tries = [at for at, wanted in enumerate(wanted_after(adaptive, rounds)) if wanted]
     # A pause grows no more than sixteenfold; what was won pays.
     assert tries == [2, 7, 16, 33, 66, 99, 100]
-
-
-@pytest.mark.parametrize(
-    "fields, tried",
-    [
-        (dict(acceptance=0.9), 4),  # the best of (1, 1.9 / 2.2, 2.7 / 2.4, 4.1 / 2.4)
-        (dict(acceptance=0.1), 1),
-        (dict(acceptance=0.9, longest=2), 2),
-        (dict(acceptance=0.9, longest=0), 1),
-    ],
-)
-def test_after_a_pause_the_length_that_should_be_best_is_tried(fields, tried):
-    adaptive = Adaptive(
-        lengths=(0, 1, 2, 4), costs_ms=(1, 2.2, 2.4, 2.4), usual=0, pause=3, margin=100.0, **fields
-    )
-    wanted = wanted_after(adaptive, [(0, 0)] * 3)
-    assert [length for length in wanted if length] == [tried]
 
 
 def test_stops_see_what_they_say():

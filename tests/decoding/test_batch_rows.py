@@ -9,7 +9,6 @@ import pytest
 
 from specsamp.decoding.batch_rows import insert
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Finish, Weights
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import Chain, Warp, chain, register_warp, temperature
@@ -109,39 +108,3 @@ def test_a_warp_that_excludes_every_token_ends_the_row():
     )
     assert np.asarray(run.state.finish_B).tolist() == [Finish.INVALID] * 3
     assert (np.asarray(run.state.lengths_B) - run.prompt_lengths).tolist() == [2, 2, 2]
-
-
-def test_a_tree_is_refused_not_scored_as_a_chain():
-    @dataclasses.dataclass(frozen=True)
-    class Tree(ModelDrafter):
-        depth: int = 2
-
-        def propose(self, *arguments):
-            draft, state, cache = super().propose(*arguments)
-            return (
-                dataclasses.replace(draft, parents_BK=jnp.zeros_like(draft.tokens_BK), depth=2),
-                state,
-                cache,
-            )
-
-    loop, of_chains = (
-        table_loop(TokenRule(), made(TableLM(V), 3)) for made in (Tree, ModelDrafter)
-    )
-    assert loop.depth == 2 and of_chains.depth == 3
-    with pytest.raises(
-        ValueError, match="the rule verifies chains, but the drafter drafts token trees"
-    ):
-        loop.run(WEIGHTS, prefill([0], loop=loop), 1)
-
-
-def test_drafters_that_prepare_differently_have_weights_of_their_own():
-    class Halved(ModelDrafter):
-        def prepare(self, params):
-            return params / 2
-
-    pair = Pair(target=TableLM(V), target_params=TARGET, draft=TableLM(V), draft_params=NEAR)
-    plain, halved = (
-        pair.weights(drafter(TableLM(V), 3), 128).draft for drafter in (ModelDrafter, Halved)
-    )
-    assert pair.weights(ModelDrafter(TableLM(V), 5), 128).draft is plain
-    np.testing.assert_array_equal(halved, plain / 2)

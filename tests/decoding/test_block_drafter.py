@@ -46,9 +46,9 @@ def p_value_of(head, rule=TokenRule(), sampling=FULL, drafter=BlockDrafter, K=3,
     "head, rule, sampling, options",
     [
         (dspark(V), BlockRule(), chain(temperature(1.3)), dict(threshold=0.4)),
-        (dflash2(V), TokenRule(), FULL, {}),
         *slow_but(
             [
+                (dflash2(V), TokenRule(), FULL, {}),
                 (block(V), TokenRule(), FULL, dict(law="marginals")),
                 (
                     block(V, from_anchor=True, draft_vocab_size=2, own_output=True),

@@ -14,6 +14,7 @@ from specsamp import Drafter, Pair, chain, generate, temperature
 from specsamp.decoding import drafter_calls
 from specsamp.decoding.state import Prefix
 from specsamp.sampling.rules import Draft
+from support.extras import slow_but
 from support.fakes import TableLM, p_value
 
 V, K, LENGTH = 3, 3, 3
@@ -29,6 +30,7 @@ OUTSIDE = {
     "more counted than K": ((2, 2, 2), 99),
     "a negative count": ((2, 2, 2), -5),
 }
+QUICK = "fewer tokens than counted", "negative ids"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,9 @@ def joint():
     return np.einsum("a,b,c->abc", PROBS_V, PROBS_V, PROBS_V)
 
 
-@pytest.mark.parametrize("tokens, counted", OUTSIDE.values(), ids=OUTSIDE)
-def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(tokens, counted):
+@pytest.mark.parametrize("name", slow_but(OUTSIDE, *QUICK))
+def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(name):
+    tokens, counted = OUTSIDE[name]
     tokens_NT, completions = texts(Scripted(tokens, counted))
     assert tokens_NT.min() >= 0 and tokens_NT.max() < V
     assert p_value([(tokens_NT, joint())], powered=False) > 1e-5
@@ -73,10 +76,10 @@ def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(tokens, coun
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    ("fewer tokens than counted", "negative ids", "logits", "the distribution of another token"),
-)
+TRUSTED = *QUICK, "logits", "the distribution of another token"
+
+
+@pytest.mark.parametrize("name", slow_but(TRUSTED, *TRUSTED[1:3]))
 def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     """The control: without the check, the statistic above sees the mistake."""
 

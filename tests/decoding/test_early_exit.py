@@ -127,7 +127,7 @@ def drafted(name, drafter, pair=None):
     )
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "relative", "n-grams"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "n-grams"))
 def test_text_is_that_of_plain_decoding(name):
     """Covers a budget that fills a table of learned positions, and the two positions per step of a
     TPU.

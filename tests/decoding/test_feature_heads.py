@@ -17,6 +17,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support import mutants
+from support.extras import slow_but
 from support.fakes import FALSE_ALARM, prefill, texts
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
 from support.loop_distributions import FULL, LIKELY, TARGET, V, distribution_test
@@ -43,38 +44,18 @@ def weights_of(head, seed=0):
 REDUCED = eagle3(V, draft_vocab_size=2)
 
 
-@pytest.mark.parametrize(
-    "head, rule, sampling, options",
-    [
-        (REDUCED, TokenRule(), FULL, {}),
-        pytest.param(
-            REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}, marks=pytest.mark.slow
-        ),
-        (eagle1(V), CoupledRule(), LIKELY, {}),
-        pytest.param(
-            eagle3(V, fc_norm=True, norm_output=True),
-            BlockRule(),
-            FULL,
-            {"K": 1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            mtp(V, hidden_first=True, norm_output=True),
-            TokenRule(),
-            FULL,
-            {},
-            marks=pytest.mark.slow,
-        ),
-        (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
-        pytest.param(
-            medusa(V, 2, own_output=False),
-            CoupledRule(),
-            LIKELY,
-            {"window": 2},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+QUICK = (REDUCED, TokenRule(), FULL, {}), (medusa(V, 3), BlockRule(), FULL, {"K": 3})
+HEADS = [
+    *QUICK,
+    (REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}),
+    (eagle1(V), CoupledRule(), LIKELY, {}),
+    (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
+    (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
+    (medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}),
+]
+
+
+@pytest.mark.parametrize("head, rule, sampling, options", slow_but(HEADS, *QUICK))
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
     """Prompts of one and of four tokens; the former drafts nothing in its first round."""
     assert (
@@ -153,7 +134,7 @@ def first_acceptance(loop):
     return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.reached_BK[:, 0].sum())
 
 
-@pytest.mark.parametrize("window, scored", [(1, 1), (3, 6)])
+@pytest.mark.parametrize("window, scored", slow_but([(1, 1), (3, 6)], (3, 6)))
 def test_right_features_are_accepted_always(window, scored):
     """Any number of known tokens may be fed again, to the head and to the target."""
     loop = table_loop(window=window, scored=scored)

@@ -46,16 +46,6 @@ def test_text_tokens_statistics_and_reason():
     assert second.stats.reached == (1, 1, 1, 0) and second.stats.drafted == 3
 
 
-def test_stop_token_inside_a_block():
-    """The peers' vector: block [10, 11, STOP, 20, 21], budget 5 -> [10, 11, STOP], 'stop'."""
-    (row,) = generate(counting_pair(), ["c"], 5, draft_length=4, stop=["f"])
-    assert (row.tokens, row.text, row.finish) == (list(b"def"), "de", "stop")
-    assert row.stats.accepted == 3 and row.stats.drafted == 3
-    (last, other) = generate(counting_pair(), ["c", "f"], 3, draft_length=4, stop=["f"])
-    assert last.finish == "stop", "also as the last token of the budget"
-    assert (other.text, other.finish) == ("ghi", "length"), "not in the prompt"
-
-
 def test_end_of_text_is_the_default_stop():
     row = generate(counting_pair(), [[250]], 20)[0]
     assert row.finish == "stop" and row.tokens[-1] == 256

@@ -11,14 +11,12 @@ import pytest
 
 from specsamp import (
     BlockRule,
-    NoDrafter,
     Pair,
     TokenRule,
     chain,
     generate,
     stream,
     temperature,
-    top_p,
 )
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
@@ -200,12 +198,3 @@ def test_log_probs_of_narrow_logits_are_wide():
     (row,) = generate(pair, [[1, 2, 3]], 1, draft_length=0, return_log_probs=True)
     expected = jax.nn.log_softmax(table[1, 2, 3].astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(row.log_probs[0], expected[row.tokens[0]], rtol=1e-6)
-
-
-def test_numbers_of_a_pair_without_drafter_are_plain():
-    row = generate(counting_pair(), ["a"], 5, drafter=NoDrafter(), rule=TokenRule())[0]
-    assert row.stats.rounds == 5 and row.stats.reached == () and np.isnan(row.stats.acceptance_rate)
-    assert (
-        generate(counting_pair(), ["a"], 5, sampling=chain(temperature(0.0), top_p(0.5)))[0].text
-        == "bcdef"
-    )

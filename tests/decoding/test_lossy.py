@@ -23,6 +23,7 @@ from specsamp import (
 )
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.synthetic import SyntheticAcceptance
+from support.extras import slow_but
 from support.fakes import (
     FALSE_ALARM,
     TableLM,
@@ -42,7 +43,7 @@ CASES = {
     "EARS": (EARS(1.0), FAR, FULL),
     "bounded lenience": (Bounded(Lenience(0.1), 0.03), NEAR, NUCLEUS),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize("case", slow_but(CASES, "bounded lenience"))
 
 
 @functools.cache

@@ -175,11 +175,7 @@ def decode_session(rows):
     assert rows.tokens_copied > 60
 
 
-QUICK = ("model", "parallel", "early exit", "tokenizer", "EAGLE-3", "modules", "DSpark")
-QUICK += ("model tree", "EAGLE-3 tree")
-
-
-@pytest.mark.parametrize("kind", slow_but(DRAFTERS, *QUICK))
+@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "model", "modules", "DSpark", "EAGLE-3 tree"))
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
     other sizes.

@@ -2,8 +2,6 @@
 stopped there.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,11 +13,9 @@ from specsamp import (
     NoDrafter,
     chain,
     generate,
-    stream,
     temperature,
 )
 from specsamp.decoding.results import RowStats
-from support.byte_tokenizer import ByteTokenizer
 from support.fakes import TableLM, counting_pair, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V
 
@@ -36,55 +32,6 @@ def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
         2,
         4,
     )
-
-
-def test_the_first_string_ends_the_text_and_a_budget_comes_before_it():
-    rows = generate(counting_pair(), ["c", "c"], [20, 3], draft_length=2, stop=["hi", "fgh", "g"])
-    assert [(row.text, row.finish) for row in rows] == [("def", "stop"), ("def", "length")]
-    assert rows[1].dropped == 0
-
-
-class Prefixed(ByteTokenizer):
-    """Drops the space that a text begins with, as tokenizers do that give one to every
-    beginning.
-    """
-
-    def token_bytes(self, token, before=None):
-        return b"" if before is None and token == ord(" ") else super().token_bytes(token)
-
-
-def test_a_text_keeps_the_space_between_it_and_its_prompt():
-    """The text ' !"' would by itself lose it; so would a stop that holds the space."""
-    pair = dataclasses.replace(counting_pair(), tokenizer=Prefixed())
-    prompt = [ord("x"), 31]  # the next one is a space
-    for stop, text in (([], ' !"#'), (["#"], ' !"'), ([' !"'], "")):
-        (row,) = generate(pair, [prompt], 4, stop=stop)
-        assert row.text == text, stop
-        assert (
-            "".join(
-                chunk.text for chunk in stream(pair, [prompt], 4, stop=stop, rounds_per_chunk=1)
-            )
-            == text
-        )
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_stream_shows_nothing_that_a_stop_takes_back(rounds):
-    chunks = list(
-        stream(
-            counting_pair(), ["c"], 20, draft_length=1, stop=["fghi", "fx"], rounds_per_chunk=rounds
-        )
-    )
-    shown = "".join(chunk.text for chunk in chunks)
-    assert shown == "de" and chunks[-1].finish == "stop"
-    assert sum((chunk.tokens for chunk in chunks), []) == list(b"defghi")
-
-
-def test_what_only_looked_like_a_stop_is_shown():
-    chunks = list(
-        stream(counting_pair(), ["c"], 6, draft_length=1, stop=["fgx"], rounds_per_chunk=1)
-    )
-    assert "".join(chunk.text for chunk in chunks) == "defghi" and chunks[-1].finish == "length"
 
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])

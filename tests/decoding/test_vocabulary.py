@@ -23,6 +23,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, temperature, top_k
+from support.extras import slow_but
 from support.fakes import FALSE_ALARM, TableLM, decode, prefill, random_table, texts
 from support.loop_distributions import FULL, LIKELY, TARGET, V, distribution_test
 
@@ -45,15 +46,16 @@ def loop_of(rule=TokenRule(), vocabulary=SHARED, K=2, drafter=TranslatingDrafter
     )
 
 
-@pytest.mark.parametrize(
-    "rule, vocabulary, sampling",
-    [
-        (TokenRule(), SHARED, FULL),
-        (BlockRule(), SHARED, chain(temperature(1.3))),
-        pytest.param(CoupledRule(), SHARED, LIKELY, marks=pytest.mark.slow),
-        pytest.param(BlockRule(), ALL, LIKELY, marks=pytest.mark.slow),
-    ],
-)
+QUICK = BlockRule(), SHARED, chain(temperature(1.3))
+CASES = [
+    QUICK,
+    (TokenRule(), SHARED, FULL),
+    (CoupledRule(), SHARED, LIKELY),
+    (BlockRule(), ALL, LIKELY),
+]
+
+
+@pytest.mark.parametrize("rule, vocabulary, sampling", slow_but(CASES, QUICK))
 def test_the_text_has_the_distribution_of_the_target(rule, vocabulary, sampling):
     assert (
         distribution_test(loop_of(rule, vocabulary), weights_of(vocabulary), sampling, **SAMPLED)

@@ -147,7 +147,8 @@ def worst_difference(name, drafter, monkeypatch, rounds=6):
     return worst
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "rotary"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_drafts_have_the_distributions_of_a_masked_target(name, monkeypatch):
     """Of relative positions a copy knows the nearest distances alone, so that sinks differ."""
     sinks = 0 if name.startswith("relative") else SINKS

@@ -13,6 +13,7 @@ import pytest
 
 from specsamp.evaluation.audit import Status
 from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
+from support.extras import slow_but
 from support.run_script import call
 
 PAIRS = ("aa", "ab", "ac", "ba", "bb", "bc")
@@ -59,7 +60,7 @@ def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None, refusal
 
 
 @pytest.mark.parametrize(("probs", "verdict"), [(PROBS, Status.PASSED), (BIASED, Status.FAILED)])
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("alone", slow_but([True, False], False))
 def test_a_planted_bias_of_the_stated_size_fails(probs, verdict, alone):
     with engine(probs) as speculative, engine() as plain:
         fields = {"logprobs": 0} if alone else {}

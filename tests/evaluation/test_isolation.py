@@ -31,9 +31,7 @@ LIMITS = Limits(seconds=20, memory_mib=256, output_kib=4)
 SHORT = dataclasses.replace(LIMITS, seconds=1, cpu_seconds=1)
 FALLBACK = ("landlock", "system calls")  # of machines without namespaces
 
-PROGRAMS = tomllib.loads(
-    pathlib.Path(__file__).with_name("hostile_programs.toml").read_text(encoding="utf-8")
-)
+PROGRAMS = tomllib.loads(pathlib.Path(__file__).with_name("hostile_programs.toml").read_text())
 REACHES, BOMBS, ENDLESS, ENDS = (PROGRAMS[name] for name in ("reaches", "bombs", "endless", "ends"))
 ENDS["failed"] |= {"is nested too deep": "x = " + "(" * 100_000, "is no text": "x = '\ud800'"}
 ENDS["passed"] = {"is long": "#" * 20_000_000}

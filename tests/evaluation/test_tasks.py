@@ -207,20 +207,6 @@ def test_rouge(write):
     }
 
 
-@pytest.mark.parametrize(
-    "library, name, message",
-    [
-        ("pyarrow", "a.parquet", "a.parquet needs a library: pip install pyarrow"),
-        ("rouge_score.rouge_scorer", "a.jsonl", "pip install rouge-score"),
-    ],
-)
-def test_libraries_that_are_missing(write, monkeypatch, library, name, message):
-    text_tasks._scorer.cache_clear()
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=message):
-        load_task("xsum", write(lines(ARTICLES), name))
-
-
 def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
     records = [
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
@@ -282,9 +268,7 @@ def test_shots_are_shown_before_each_question(write, tmp_path):
         )
     )
     shots = tmp_path / "shots.jsonl"
-    shots.write_text(
-        lines([{"question": "0 + 1?", "answer": "It is 1.\n#### 1"}]), encoding="utf-8"
-    )
+    shots.write_text(lines([{"question": "0 + 1?", "answer": "It is 1.\n#### 1"}]))
     problems = load_task("gsm8k", source, shots=str(shots)).problems
     shown = "Question: 0 + 1?\nAnswer: It is 1.\n#### 1\n\nQuestion: "
     assert [one.prompt for one in problems] == [
@@ -333,7 +317,7 @@ def test_python_is_scored_by_what_parses():
 # Python that a budget cut off parses; other text does not.
 
 
-TEXTS = pathlib.Path(__file__).with_name("python_texts.txt").read_text(encoding="utf-8")
+TEXTS = pathlib.Path(__file__).with_name("python_texts.txt").read_text()
 VERDICTS, COMPLETIONS = (
     re.findall(r"^(.*) => (\w+)", part, re.MULTILINE) for part in TEXTS.split("[completions]")
 )

@@ -36,7 +36,7 @@ def texts(tmp_path_factory):
         body = "\n\n".join(
             f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
         )
-        (folder / f"module_{i}.py").write_text(body, encoding="utf-8")
+        (folder / f"module_{i}.py").write_text(body)
     return folder
 
 

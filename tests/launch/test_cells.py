@@ -98,8 +98,8 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
 
 
 def test_files_of_prompts(tmp_path):
-    (tmp_path / "a.txt").write_text("def f():\\n  x\nclass A:", encoding="utf-8")
-    (tmp_path / "b.json").write_text('{"prompts": [{"text": "x"}]}', encoding="utf-8")
+    (tmp_path / "a.txt").write_text("def f():\\n  x\nclass A:")
+    (tmp_path / "b.json").write_text('{"prompts": [{"text": "x"}]}')
     assert cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class A:"]
     assert cells.read_prompts(str(tmp_path / "b.json")) == ["x"]
 

@@ -31,7 +31,7 @@ def test_a_sound_pair(tmp_path):
         "1 of 1 checks passed" in done.stdout
         and "acceptance\n  verdict        passed" in done.stdout
     )
-    document = json.loads(output.read_text(encoding="utf-8"))
+    document = json.loads(output.read_text())
     assert document["passed"] and document["settings"]["detect"] == 0.05
     (check,) = document["checks"]
     assert (
@@ -63,7 +63,7 @@ def get_config():
 
 @pytest.mark.slow
 def test_a_sweep_is_measured_and_gathered(tmp_path):
-    (swept := tmp_path / "swept.py").write_text(SWEPT, encoding="utf-8")
+    (swept := tmp_path / "swept.py").write_text(SWEPT)
     output = tmp_path / "sweep.json"
     done = call("benchmark", "--sweep", f"--config={swept}", f"--output={output}", "--plain")
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ FLAGS = [
 
 
 def result(path):
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text())
 
 
 @pytest.mark.slow
@@ -106,8 +106,8 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
         for cell in plain
     )
     (kept,) = (tmp_path / "python.json.texts").glob("plain.1_of_2.*.jsonl")
-    lines = kept.read_text(encoding="utf-8").splitlines()
-    kept.write_text("\n".join([*lines[:4], ""]), encoding="utf-8")
+    lines = kept.read_text().splitlines()
+    kept.write_text("\n".join([*lines[:4], ""]))
     output.write_text(json.dumps(result(output) | {"cells": plain[1:]}), encoding="utf-8")
 
     done = call(
@@ -222,7 +222,7 @@ def test_a_report_of_a_small_pair(tmp_path):
     assert (
         int(re.search(r"before temporaries (\d+) sequences of 64 slots fit", done.stdout)[1]) > 1000
     )
-    document = json.loads(output.read_text(encoding="utf-8"))
+    document = json.loads(output.read_text())
     programs = {program["name"]: program for program in document["report"]["programs"]}
     assert set(programs) == {
         "draft step",

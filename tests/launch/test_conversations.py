@@ -3,7 +3,6 @@ tests among them.
 """
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def target(tmp_path_factory):
         train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
     )
     export(folder, CONFIG, random_params(CONFIG), tokenizer)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
@@ -54,9 +53,7 @@ def chats(target, tmp_path_factory):
 
 def measured(target, chats, tmp_path, test, name="result"):
     path = tmp_path / f"{name}.jsonl"
-    path.write_text(
-        json.dumps({"question_id": 1, "category": "writing", "turns": [test]}), encoding="utf-8"
-    )
+    path.write_text(json.dumps({"question_id": 1, "category": "writing", "turns": [test]}))
     output = tmp_path / f"{name}.json"
     flags = (
         f"--target={target}",
@@ -116,30 +113,6 @@ def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters(
     assert parts[0] == ("1", ("one", "two", "three", "four", "five"))
     assert parts[1] == ("2", tuple("请解释量子力学"))
     assert parts[2:] == [("3", ("a", "b") * 6 + ("a",)), ("3", ("b", "a") * 6 + ("b",))]
-
-
-def test_a_folder_that_has_grown_is_counted_anew(target, chats, tmp_path):
-    folder = tmp_path / "chats"
-    shutil.copytree(chats, folder)
-    done, output = measured(target, folder, tmp_path, "one two three four five six")
-    assert (done.returncode or 0) == 0
-    for kind in ("json", "npy"):
-        shutil.copy(folder / f"0000.{kind}", folder / f"0001.{kind}")
-    done, _ = measured(target, folder, tmp_path, "one two three four five six")
-    assert done.returncode == 2 and "conversations was" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ((), "give --target: see --help"),
-        (("--target=T",), "give --folder: see --help"),
-        (("--target=T", "--folder=/nowhere"), "has no conversations"),
-    ],
-)
-def test_a_study_without_its_texts_is_refused(flags, message):
-    done = call("study", "conversations", *flags)
-    assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def done(arguments, **options):
 
 
 def cells(path):
-    return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
+    return json.loads(path.read_text())["cells"] if path.exists() else []
 
 
 GRID = ["launch/benchmark.py", *TINY, "--grid=draft_length=0,1,2"]
@@ -80,7 +80,7 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(12):
         text = f"def f{number}(x):\n    return x + {number}\n" * 20
-        (tmp_path / "texts" / f"{number}.py").write_text(text, encoding="utf-8")
+        (tmp_path / "texts" / f"{number}.py").write_text(text)
     fields = SMALL | {
         "data.folder": tmp_path / "texts",
         "train.steps": 12,

@@ -39,6 +39,7 @@ from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
+from support.extras import slow_but
 from support.run_script import call, module
 
 TINY = "configs/random_pair.py:tiny"
@@ -143,7 +144,7 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
         done = call("benchmark", f"--config={TINY}", f"--output={output}", "--plain", *turned)
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == ["result.json"]
-    document = json.loads(output.read_text(encoding="utf-8"))
+    document = json.loads(output.read_text())
     assert document["command"].startswith("python launch/benchmark.py --config=")
     (cell,) = document["cells"]
     assert cell["workload"]["repeats"] == 1 and document["identity"]["config"]["seed"] == 0
@@ -187,16 +188,16 @@ def test_two_names_become_an_experiment(folder, capsys, tmp_path):
         experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 
 
-@pytest.mark.parametrize(
-    "drafter, flags",
-    [
-        ("ngram", ()),
-        ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
-        ("early_exit", ("--config.exit_layer=1",)),
-        ("window", ("--config.window=4", "--config.sinks=1")),
-        ("none", ()),
-    ],
-)
+ALONE = [
+    ("ngram", ()),
+    ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
+    ("early_exit", ("--config.exit_layer=1",)),
+    ("window", ("--config.window=4", "--config.sinks=1")),
+    ("none", ()),
+]
+
+
+@pytest.mark.parametrize("drafter, flags", slow_but(ALONE, ALONE[0]))
 def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_path):
     output = tmp_path / "result.json"
     flags += (
@@ -209,7 +210,7 @@ def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_pat
     done = call("benchmark", f"--config=configs/hf.py:{folder}", *flags)
     assert done.returncode == 0, done.stderr
     assert "no draft" in done.stdout + done.stderr and done.stderr.count("read 0.0 of 0.0 GB") <= 1
-    (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    (cell,) = json.loads(output.read_text())["cells"]
     assert cell["result"]
 
 
@@ -241,7 +242,7 @@ def head(tmp_path_factory):
 
 def test_a_head_is_checked(folder, head, tmp_path):
     """By a command; what cannot be checked is refused."""
-    (tmp_path / "prompts.txt").write_text("some text\nother text\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("some text\nother text\n")
     common = [
         f"--config=configs/hf.py:{folder},{head}",
         "--config.hugging_face.dtype=float32",
@@ -256,7 +257,7 @@ def test_a_head_is_checked(folder, head, tmp_path):
     done = call("doctor", "--look_at=head", *common)
     assert done.returncode == 1, done.stderr
     assert "THE HEAD DOES NOT FIT" in done.stdout
-    document = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
+    document = json.loads((tmp_path / "check.json").read_text())
     assert not document["fits"] and document["drafts"] > 8
     assert 0 <= document["acceptance"] < 0.2 and "as configured" in document["readings"]
     wrong = call(
@@ -274,13 +275,9 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(
 ):
     target = shutil.copytree(folder, tmp_path / "tuned")
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-    (target / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": template}), encoding="utf-8"
-    )
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     talk = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "text"}]
-    (tmp_path / "prompts.json").write_text(
-        json.dumps(["some text", {"messages": talk}]), encoding="utf-8"
-    )
+    (tmp_path / "prompts.json").write_text(json.dumps(["some text", {"messages": talk}]))
     turned = {
         "hugging_face.dtype": "float32",
         "drafter": "head",

@@ -87,6 +87,6 @@ def test_committed_results_are_drawn_and_damaged_ones_refused(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "figure_1.png").read_bytes().startswith(b"\x89PNG")
     damaged = {"identity": {}, "cells": [{"key": CELLS[0]["key"], "result": {}}]}
-    (tmp_path / "damaged.json").write_text(json.dumps(damaged), encoding="utf-8")
+    (tmp_path / "damaged.json").write_text(json.dumps(damaged))
     with pytest.raises(ValueError, match="damaged, or of another kind"):
         made(Published(["damaged"], figures.draw_paper), tmp_path)

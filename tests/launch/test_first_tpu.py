@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -44,7 +43,7 @@ def rehearse(output, *flags):
 
 
 def parts_of(output):
-    return json.loads(output.read_text(encoding="utf-8"))["parts"]
+    return json.loads(output.read_text())["parts"]
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
         output = next(word for word in command if word.startswith("--output=")).partition("=")[2]
         band = {"least": 1.0, "likely": 2.0, "most": 3.0, "open": False}
         report = {"calibrated_ms": {"round": band}, "report": {"programs": []}}
-        with open(output, "w", encoding="utf-8") as file:
+        with open(output, "w") as file:
             json.dump(report, file)
         made.append(command)
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -134,21 +133,6 @@ def test_a_part_that_killed_the_process_is_tried_last_and_no_number_is_a_failure
         ("kernel b, x", "passed"),
     ]
     assert "kernel a, x: differs by nan" in done.stdout
-
-
-def test_a_file_of_other_versions_is_refused_and_left_alone(monkeypatch, tmp_path):
-    output = tmp_path / "first.json"
-    monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", lambda kernels, x: x),))
-    assert rehearse(output, "--parts=kernel").returncode == 0
-    text = output.read_text(encoding="utf-8").replace(
-        f'"jax": "{jax.__version__}"', '"jax": "0.0.1"'
-    )
-    output.write_text(text, encoding="utf-8")
-    done = rehearse(output, "--parts=kernel")
-    assert done.returncode == 2 and f"jax was '0.0.1', is '{jax.__version__}'" in done.stderr, (
-        done.stderr
-    )
-    assert output.read_text(encoding="utf-8") == text
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     )
     assert "greedy, speculative = autoregressive: 1 of 1 prompts, 4 tokens" in told["demo"]
     assert "1 of 1 checks passed" in told["audit"] and "4 tokens, " in told["chat"]
-    cells = json.loads(cells_json.read_text(encoding="utf-8"))
+    cells = json.loads(cells_json.read_text())
     assert cells["command"].startswith("specsamp benchmark --config=") and len(cells["cells"]) == 1
     found = cells["environment"]["specsamp"], cells["environment"]["commit"]
     assert found == (specsamp.__version__, "not a checkout") and "K = 4" in told["plan"]

@@ -6,7 +6,7 @@ from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
 from specsamp import EARS, BlockRule, Bounded, Lenience, TokenRule, Typical
-from specsamp.analysis import report, tables
+from specsamp.analysis import report
 from specsamp.decoding.results import RowStats
 
 
@@ -62,34 +62,3 @@ def test_evaluations_show_the_price_of_lossy_rules():
     (price,) = [one for one in evaluation_tables("x", rows) if "Price" in one.title]
     assert price.rows == [("ears:1 (control, not exact)", "0.05000", "0.250", "+0.0400")]
     assert not [one for one in evaluation_tables("x", rows[:1]) if "Price" in one.title]
-
-
-def test_cells_show_the_price_of_lossy_rules():
-    def cell(rule, stats, **price):
-        quartiles = {"median": 1.0, "lower": 1.0, "upper": 1.0}
-        counts = {
-            "rounds": 4,
-            "emitted": 10,
-            "drafted": 12,
-            "reached": [4, 3, 3],
-            "accepted_counts": [1, 0, 1, 2],
-        }
-        if stats.variation is not None:
-            counts |= {"variation": stats.variation, "extra_accepted": stats.extra_accepted}
-        side = {"ms_per_token": quartiles}
-        result = {
-            "autoregressive": side,
-            "speculative": side,
-            "speedup": quartiles,
-            "acceptance": counts,
-        } | price
-        key = {"draft_length": 3, "drafter": "model", "rule": rule, "batch": 1, "temperature": 1.0}
-        key |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return {"key": key, "exact": stats.variation is None, "result": result}
-
-    lossy, exact = cell("ears:1", LOSSY, variation_per_text=0.25), cell("token", EXACT)
-    shown = tables.grid_table("", [lossy, exact])
-    assert shown.header[-3:] == tables.PRICE
-    assert [row[-3:] for row in shown.rows] == [("0.05000", "0.250", "+0.0400"), ("", "", "")]
-    assert "LOSSY" in shown.rows[0][0] and "LOSSY" not in shown.rows[1][0]
-    assert len(tables.grid_table("", [exact]).header) == len(shown.header) - 3

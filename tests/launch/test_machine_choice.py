@@ -68,9 +68,7 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(
     config, monkeypatch, tmp_path, model, ngram, chosen
 ):
     cells = [cell("model", [1, 0, 0, 0, 0, 0, 0, 9]), cell("ngram", [6, 0, 0, 0, 0, 0, 0, 4])]
-    (tmp_path / "acceptance.json").write_text(
-        json.dumps({"identity": {}, "cells": cells}), encoding="utf-8"
-    )
+    (tmp_path / "acceptance.json").write_text(json.dumps({"identity": {}, "cells": cells}))
     found, timed, said = choose(config, monkeypatch, model=model, ngram=ngram)
     assert (found.drafter, found.draft_length) == chosen
     assert [{word: one.drafter.K for word, one in methods.items()} for methods in timed] == [
@@ -80,7 +78,7 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(
     again, timed, _ = choose(config, monkeypatch)
     assert again == found and not timed
     (kept,) = (tmp_path / "kept").iterdir()
-    kept.write_text("{", encoding="utf-8")
+    kept.write_text("{")
     again, timed, _ = choose(config, monkeypatch, model=model, ngram=ngram)
     assert again == found and timed, "a damaged file is measured again"
 

@@ -37,7 +37,7 @@ CONFIG = "configs/random_pair.py:tiny"
 
 @pytest.fixture
 def own(tmp_path):
-    (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(CODE)
     return tmp_path / "mine.py"
 
 
@@ -60,7 +60,7 @@ def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path)
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr
     assert "Repeats K = 2, Mine" in text
-    assert f"{own}:Repeats(K)" in output.read_text(encoding="utf-8")
+    assert f"{own}:Repeats(K)" in output.read_text()
 
 
 def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(own):

@@ -10,9 +10,7 @@ from specsamp.tpu.calibration import Band
 from support.run_script import ROOT, call
 
 RATE = "--acceptance=0.8"
-FORECASTS = (
-    pathlib.Path(__file__).with_name("forecasts.txt").read_text(encoding="utf-8").splitlines()[1:]
-)
+FORECASTS = pathlib.Path(__file__).with_name("forecasts.txt").read_text().splitlines()[1:]
 
 
 @pytest.mark.parametrize("line", FORECASTS)
@@ -67,7 +65,7 @@ def measured(K, draft_temperature, emitted):
 )
 def test_damaged_files_are_named(tmp_path, flag, content, message):
     path = tmp_path / "damaged.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(json.dumps(content))
     done = call("plan", RATE, f"--{flag}={path}")
     assert done.returncode == 2 and message in done.stderr, done.stderr
     gathered = call("benchmark", f"--gather={path}")
@@ -83,7 +81,7 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
         "identity": {},
         "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)],
     }
-    path.write_text(json.dumps(document), encoding="utf-8")
+    path.write_text(json.dumps(document))
     done = call("plan", f"--measured={path}", "--longest=4", "--plain")
     assert done.returncode == 0, done.stderr
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
@@ -92,7 +90,7 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
 def test_a_band_is_shown_as_the_compile_report_shows_it():
     """The same edges; and the speedup of programs with the same errors, which is one number."""
     path = "notebooks/results/compile_qwen_3b_v5e.json"
-    document = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    document = json.loads((ROOT / path).read_text())
     step, drafted = (
         str(Band(**document["calibrated_ms"][name])) for name in ("target step", "round")
     )

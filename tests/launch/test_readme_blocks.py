@@ -58,7 +58,7 @@ def blocks(language):
     for page in PAGES:
         for indent, code in re.findall(
             rf"^( *)```{language}\n(.*?)^ *```$",
-            page.read_text(encoding="utf-8"),
+            page.read_text(),
             re.MULTILINE | re.DOTALL,
         ):
             found.append((page, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)))
@@ -75,8 +75,7 @@ def commands():
         for line in code.replace("\\\n", " ").splitlines()
     ]
     inline = [
-        (page, re.findall(r"`([^`\n]*python launch/[^`\n]*)`", page.read_text(encoding="utf-8")))
-        for page in PAGES
+        (page, re.findall(r"`([^`\n]*python launch/[^`\n]*)`", page.read_text())) for page in PAGES
     ]
     lines += [(page, line) for page, found in inline for line in dict.fromkeys(found)]
     words = [(page, shlex.split(line, comments=True)) for page, line in lines]

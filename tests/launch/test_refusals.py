@@ -12,7 +12,7 @@ import pytest
 from support import extras
 from support.run_script import call
 
-TABLE = pathlib.Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8")
+TABLE = pathlib.Path(__file__).with_name("refusals.txt").read_text()
 SECTIONS = dict(re.findall(r"^\[(.*)\]\n((?:.+\n)+)", TABLE, re.MULTILINE))
 
 

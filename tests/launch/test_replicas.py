@@ -19,7 +19,7 @@ PROMPTS = [
 
 
 def texts(path):
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:])
+    lines = map(json.loads, path.read_text().splitlines()[1:])
     return {
         (line["prompt_id"], line["sample_index"]): (line["text"], line["tokens"]) for line in lines
     }
@@ -43,7 +43,7 @@ def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
     """By processes, as an Indexed Job numbers them; one pod never starts, and a run of everything
     decodes its part.
     """
-    page = (ROOT / "launch" / "tpu" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "launch" / "tpu" / "README.md").read_text()
     (line,) = re.findall(r"- -c\n +- (python .*)", page)
     output = tmp_path / "texts.jsonl"
     python, script, _, _, replica = line.split()
@@ -86,52 +86,11 @@ def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
 )
 def test_a_wrong_line_of_prompts_is_refused(tmp_path, line, message):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "x"}\n' + line + "\n", encoding="utf-8")
+    path.write_text('{"prompt": "x"}\n' + line + "\n")
     done = call("generate", f"--prompts={path}", f"--output={tmp_path / 'texts.jsonl'}")
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, (
         done.stderr
     )
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_replicas_has_the_scores_of_one_run(tmp_path):
-    """The second replica was killed in its last block: the run of everything decodes what that
-    block lacks.
-    """
-    asked = [
-        "--task=python",
-        "--problems=5",
-        "--rows=3",
-        "--blocks=2",
-        "--config.max_new_tokens=6",
-        "--methods=plain",
-    ]
-    for output in (tmp_path / "parts.json", tmp_path / "one.json"):
-        for index in (0, 1) if output.stem == "parts" else ():
-            done = call("evaluate", *asked, f"--output={output}", f"--replica={index}/2")
-            assert done.returncode == 0, done.stderr
-            part = json.loads((tmp_path / f"parts.replica-{index}-of-2.json").read_text())[
-                "evaluation"
-            ]
-            assert part[0]["problems"] == 3 - index and part[0]["ms_per_token"] > 0
-        for lost in output.parent.glob("parts.json.texts/plain.2_of_2.*.replica-1-of-2.jsonl"):
-            lost.write_text(
-                "".join(lost.read_text().splitlines(keepends=True)[:-1]), encoding="utf-8"
-            )
-        done = call("evaluate", *asked, f"--output={output}")
-        assert done.returncode == 0, done.stderr
-    parts, one = (
-        json.loads((tmp_path / f"{name}.json").read_text())["cells"] for name in ("parts", "one")
-    )
-    assert [cell["key"] for cell in parts] == [cell["key"] for cell in one] and len(one) == 2
-    for of_parts, whole in zip(parts, one):
-        for name in ("problems", "finish", "counts"):
-            assert of_parts["result"][name] == whole["result"][name]
-        for score, other in zip(
-            of_parts["result"]["scores"], whole["result"]["scores"], strict=True
-        ):
-            assert score == pytest.approx(other, abs=1e-5)
-    assert "rounds" in json.dumps(one)
 
 
 @pytest.mark.slow

@@ -200,30 +200,6 @@ def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
     assert done.returncode == 3 and "--wait-for-job-completion=texts-1" in done.stderr
 
 
-def test_the_readme_orders_a_slice_for_each_replica(cloud):
-    text = (ROOT / "launch" / "tpu" / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^(replica\(\) .*?)^```", text, re.MULTILINE | re.DOTALL)
-    code = code.replace("keep_running.sh", "keep_running.sh --dry_run " + " ".join(AT))
-    # One after the other, so that no line stands within another.
-    code = code.replace(" & done", "; done")
-    done = subprocess.run(
-        ["bash", "-c", code],
-        cwd=cloud.checkout,
-        env=cloud.environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    for i in range(4):
-        assert f"queued-resources create pod-{i} --node-id=pod-{i} " in done.stdout, done.stderr
-        started = [
-            line
-            for line in done.stdout.splitlines()
-            if f" ssh pod-{i} " in line and "worker.sh start" in line
-        ]
-        assert len(started) == 1 and f"--replica={i}/4" in started[0]
-
-
 # What is refused.
 
 

@@ -100,9 +100,7 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
         pair.target.vocab_size == 300
         and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
     )
-    provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))[
-        "provenance"
-    ]
+    provenance = json.loads((tmp_path / "pair" / "pair.json").read_text())["provenance"]
     assert (
         provenance["target"]["step"] == 24
         and provenance["draft"]["config"]["objective"] == "forward_kl"
@@ -124,9 +122,9 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
         ValueError, match="target is no run of a draft: it was not distilled from a target"
     ):
         export.export_pair(target, target, tmp_path / "none", quiet())
-    run_json = json.loads((target / "run.json").read_text(encoding="utf-8"))
+    run_json = json.loads((target / "run.json").read_text())
     (target / "run.json").write_text(
-        json.dumps({"model": run_json["model"]}), encoding="utf-8"
+        json.dumps({"model": run_json["model"]})
     )  # as of a converted one
     with pytest.raises(ValueError, match="was converted from a public checkpoint"):
         export.export_pair(target, tmp_path / "draft", tmp_path / "none", quiet())
@@ -162,7 +160,7 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
     """
     held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
     corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
-    (tmp_path / "pair.json").write_text("{}", encoding="utf-8")  # so it is the folder of a pair
+    (tmp_path / "pair.json").write_text("{}")  # so it is the folder of a pair
     export.write_prompts(tmp_path / "prompts.json", corpus)
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
     export.write_prompts(
@@ -194,7 +192,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     target, other = sized(**{"model.max_positions": 32}), sized(**{"model.width": 8})
     (tmp_path / "target").mkdir()
     tokenizer = train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
-    (tmp_path / "target" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    (tmp_path / "target" / "tokenizer.json").write_text(tokenizer)
 
     def trained(folder):
         model = other if folder == "other" else target

@@ -80,9 +80,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
     elsewhere.mkdir()
     for i in range(12):
-        (elsewhere / f"text_{i}.py").write_text(
-            "while True: pass  # zzz yyy xxx\n" * 30, encoding="utf-8"
-        )
+        (elsewhere / f"text_{i}.py").write_text("while True: pass  # zzz yyy xxx\n" * 30)
     further = more | {"data.folder": str(elsewhere), "train.steps": 3}
     with monkeypatch.context() as patch:  # what is looked at has been written before the first step
         patch.setattr(train, "train", lambda *_, **__: None)
@@ -99,11 +97,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
     done = call("export", *arguments)
     assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
-    (pair_folder / "config.json").write_text("{}", encoding="utf-8")
-    refused = call("export", arguments[0], f"--output={pair_folder}")
-    assert refused.returncode == 2 and "that was not exported here" in refused.stderr
-    (pair_folder / "config.json").unlink()
-    told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
+    told = json.loads((pair_folder / "head" / "training.json").read_text())
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
     pair = load_pair(pair_folder, draft="head")
     trained = drafts_as_it_was_trained(pair, tmp_path / "tuned", "def f(x):")
@@ -119,21 +113,13 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 
     with pytest.raises(ValueError, match="head is the run of a head, not of a model"):
         open_trained(tmp_path / "head")
-    with pytest.raises(ValueError, match="head must be one of eagle3, medusa, mtp.*got 'medium'"):
-        train.run_training(
-            training_config("tiny_head", texts, fields | {"head.kind": "medium"}),
-            tmp_path / "x",
-            quiet(),
-        )
-    with pytest.raises(
-        ValueError, match=r"hidden_layers\[\d\] must be an integer >= -1 and below 3; got 7"
+    for wrong, message in (
+        ({"head.kind": "medium"}, "head must be one of eagle3, medusa, mtp.*got 'medium'"),
+        ({"head.hidden_layers": (0, 7)}, r"hidden_layers\[\d\] must be .* below 3; got 7"),
     ):
-        train.run_training(
-            training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}),
-            tmp_path / "x",
-            quiet(),
-        )
-    assert not (tmp_path / "x").exists()
+        config = training_config("tiny_head", texts, fields | wrong)
+        with pytest.raises(ValueError, match=message):
+            train.run_training(config, tmp_path / "x", quiet())
 
 
 @pytest.mark.slow
@@ -244,7 +230,7 @@ def public_target(tmp_path_factory):
         train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
     )
     export(folder, CONFIG, random_params(CONFIG), tokenizer)
-    (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT)
     return folder
 
 
@@ -279,7 +265,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
         patch.setattr(train, "train", look)
         train.run_training(config, tmp_path / "head", quiet())
     assert said[0].num_devices == 8 and "model" in said[0].spec
-    fields = json.loads((tmp_path / "head" / "run.json").read_text(encoding="utf-8"))["model"]
+    fields = json.loads((tmp_path / "head" / "run.json").read_text())["model"]
     assert (fields["width"], fields["num_kv_heads"], fields["feedforward_width"]) == (32, 2, 24)
     last = metrics(tmp_path / "head")[-1]
     assert all(
@@ -293,7 +279,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
     assert (done.returncode or 0) == 0, done.stderr
     pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
     drafts_as_it_was_trained(pair, tmp_path / "head", [{"role": "user", "content": "add 5 to x"}])
-    told = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
+    told = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert told["speculators_config"]["verifier"]["name_or_path"] == "target"
 
     other = shutil.copytree(public_target, tmp_path / "other")

@@ -280,7 +280,7 @@ def small(tmp_path_factory):
         functions = (
             f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
         )
-        (folder / f"module_{i}.py").write_text("\n\n".join(functions), encoding="utf-8")
+        (folder / f"module_{i}.py").write_text("\n\n".join(functions))
     fields = {
         "train.steps": 6,
         "train.warmup_steps": 2,

@@ -17,6 +17,7 @@ from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
+from support.extras import slow_but
 from support.weights import drawn_params
 
 SLOTS = 48
@@ -30,14 +31,16 @@ def model_of(count, inner, weight_dtype=None, **changes):
     return TransformerLM(tiny(**shape, experts=experts, weight_dtype=weight_dtype, **changes))
 
 
+SPLITS = [
+    (8, 12, None, (1, 12, 32), 5, None),
+    (16, 12, "int8", (2, 12, 32), 40, None),
+    (6, 16, None, (6, 2, 32), 40, None),
+    (4, 32, "int8", (1, 16, 32), 5, 2),
+]
+
+
 @pytest.mark.parametrize(
-    "count, width, weight_dtype, part, length, inner",
-    [
-        (8, 12, None, (1, 12, 32), 5, None),
-        (16, 12, "int8", (2, 12, 32), 40, None),
-        (6, 16, None, (6, 2, 32), 40, None),
-        (4, 32, "int8", (1, 16, 32), 5, 2),
-    ],
+    "count, width, weight_dtype, part, length, inner", slow_but(SPLITS, *SPLITS[1:3])
 )
 def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length, inner):
     """Splits by width into whole tiles, by expert where there are none, by both, or by width where

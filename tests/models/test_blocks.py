@@ -14,6 +14,7 @@ from specsamp.models.config import tiny
 from specsamp.models.interface import Block
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
+from support.extras import slow_but
 from support.weights import drawn_params
 
 # Parents of six scored rows, in two rows of the batch: row 0 is the pending token, then five nodes.
@@ -95,10 +96,10 @@ def score_paths(model, weights, cache, tokens_BT):
     return logits
 
 
-@pytest.mark.parametrize(
-    "scheme, order",
-    [*((scheme, "default") for scheme in SCHEMES), ("relative", "cpu"), ("n-grams", "cpu")],
-)
+ORDERS = [*((scheme, "default") for scheme in SCHEMES), ("relative", "cpu"), ("n-grams", "cpu")]
+
+
+@pytest.mark.parametrize("scheme, order", slow_but(ORDERS, ORDERS[0], *ORDERS[4:6], ORDERS[-1]))
 def test_a_tree_in_one_call_equals_its_paths(scheme, order):
     model, weights = prepared(scheme, order)
     cache, tokens_BT, start_B = (

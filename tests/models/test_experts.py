@@ -231,21 +231,6 @@ def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
         assert tokens == 1 or count(logits + np.arange(8) / 3).mean() < 0.95 * expected
 
 
-def test_devices_wait_for_the_one_with_most_experts():
-    """Takes two tokens of one expert each, of four on two devices: a quarter of them meets on one
-    device, apart.
-    """
-    few = ExpertsConfig(num_experts=4, experts_per_token=1, width=1)
-    assert few.expected_blocks(2, 2, 2) == pytest.approx(1.25, abs=0.03)
-    assert few.expected_blocks(2, 2, 1) == few.expected_touched(2) == 1.75
-    assert few.expected_blocks(2, 1, 2) == pytest.approx(1.5, abs=0.03)  # a block for each token
-    # As launch/README.md says.
-    qwen = ExpertsConfig(num_experts=128, experts_per_token=8, width=768)
-    for tokens, over_mean in ((1, 2.5), (5, 1.6)):
-        mean = qwen.expected_touched(tokens) / 8
-        assert qwen.expected_blocks(tokens, tokens, 8) / mean == pytest.approx(over_mean, abs=0.05)
-
-
 def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
     """Expects of a device with a part of the experts as many steps as its part; no other loop has
     such a name.

@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp.models.dflash import BlockVisibility
-from specsamp.models.interface import Block
-from specsamp.models.visibility import Visibility
 from support.heads import medusa, mtp
 from support.weights import drawn_params
 
@@ -72,25 +69,3 @@ def test_switches_of_a_module():
     assert np.abs(plain[0] - other[0]).max() > 0.01
     for part in run(params, hidden_first=False, norm_output=True):
         assert_array_equal(part, plain[1])
-
-
-def test_a_block_that_sees_both_ways_is_no_tree():
-    """All rows see the same tokens of the context; a tree would count the block's own rows as steps
-    of a path.
-    """
-    start, size, window, slots = 6, 4, 3, 12
-    at = jnp.array([[start]])
-    rows, seen = jnp.arange(size), jnp.ones((1, size, size), bool)
-
-    def slots_of(**changes):
-        visible = BlockVisibility(anchors_BA=at, first_BA=at, block_size=size, **changes)
-        return [np.flatnonzero(row).tolist() for row in visible.mask(slots)[0]]
-
-    assert slots_of() == [list(range(start + size))] * size
-    assert slots_of(window=window) == [[3, 4, 5, 6, 7, 8, 9]] * size
-    causal = [[3, 4, 5, *range(start, start + row + 1)] for row in rows.tolist()]
-    assert slots_of(window=window, both_ways=False) == causal
-    tree = Block(start_B=at[0], positions_BT=start + rows[None], visible_BTR=seen)
-    mask = Visibility(start_B=at[0], num_queries=size, window=window, block=tree).mask(slots)[0]
-    assert [np.flatnonzero(row).tolist() for row in mask] != slots_of(window=window)
-    assert not mask[0, start], "a row would not even see itself"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp import EarlyExitDrafter, Pair, generate, greedy
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models import cache as layer_caches
@@ -146,32 +145,3 @@ def test_on_a_mesh():
     alone = call(model, weights, TOKENS_BT, start_B, model.init_cache(BATCH, SLOTS))
     assert_allclose(output.logits_BTV, alone.logits_BTV, atol=2e-5)
     assert output.cache.layers[0].key_scales_BM1S.addressable_shards[0].data.shape[1] == 1
-
-
-@pytest.mark.slow
-def test_speculation_is_exact_with_respect_to_the_target_with_its_cache():
-    """Weights in int8 too; with a draft of its own, and with the target's first layer, which shares
-    the cache.
-    """
-    plain = tiny(positions="rotary", num_kv_heads=2)
-    in_int8 = dataclasses.replace(plain, cache_dtype="int8", weight_dtype="int8")
-    target, coarse = (TransformerLM.for_backend(config) for config in (in_int8, plain))
-    params = drawn_params(target, noise=0.1)
-
-    def tokens(target=target, params=params, **call):
-        pair = Pair(
-            target=target,
-            target_params=params,
-            draft=target,
-            draft_params=drawn_params(target, 1, noise=0.1),
-        )
-        return [
-            made.tokens
-            for made in generate(pair, [[1, 2, 3], [4, 5]], 16, sampling=greedy(), **call)
-        ]
-
-    alone = tokens(draft_length=0)
-    assert tokens(draft_length=3) == alone
-    assert tokens(drafter=EarlyExitDrafter(target, 1, 3)) == alone
-    rounded = jax.tree.map(lambda x: jnp.round(x * 8) / 8, params)
-    assert tokens(coarse, rounded, draft_length=0) != alone

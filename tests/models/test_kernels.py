@@ -234,7 +234,7 @@ call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPIL
 compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
 
 
-@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs", "with norms of heads"))
+@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs"))
 def test_a_model_with_kernels_equals_one_without(scheme):
     """A prompt, a tree, its accepted path moved together, and a call behind it."""
     plain = TransformerLM(tiny(**dict(head_size=SIZE, width=SIZE) | SCHEMES[scheme]))

@@ -67,18 +67,6 @@ def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
     assert np.abs(of_y.astype(jnp.bfloat16).astype(jnp.float32) - exact).max() > 1e-3
 
 
-def test_the_result_may_be_float32():
-    """Logits: accumulated and returned in float32, finer than what bfloat16 can tell apart."""
-    spec = "BTD,VD->BTV"
-    x, y, _ = operands(spec, jnp.bfloat16)
-    rounded = y.astype(jnp.bfloat16).astype(jnp.float32)
-    exact = jnp.einsum(spec, x.astype(jnp.float32), rounded)
-    result = contract(spec, x, y, dtype=jnp.float32)
-    assert result.dtype == jnp.float32
-    assert_allclose(result, exact, atol=1e-5)
-    assert np.abs(contract(spec, x, y).astype(jnp.float32) - exact).max() > 1e-3
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_backward_products_have_the_precision_the_user_asked_for(precision):
     """Also where the gradient is made outside of the context that the product was made in."""

@@ -24,21 +24,19 @@ LARGEST = 2**20  # bytes of a notebook: pictures of many colours do not belong i
 all_notebooks = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
-SMALLER = tomllib.loads(
-    pathlib.Path(__file__).with_name("smaller.toml").read_text(encoding="utf-8")
-)
+SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_runs(script, tmp_path, tmp_path_factory):
     """The notebooks assert what they say: which rules are exact, and which are not."""
-    text = script.read_text(encoding="utf-8")
+    text = script.read_text()
     for size, smaller in SMALLER[script.stem].items():
         assert size in text
         text = text.replace(size, smaller)
     copy = tmp_path_factory.mktemp("notebook") / script.name
-    copy.write_text(text, encoding="utf-8")
+    copy.write_text(text)
     environment = os.environ | FIXED | {"MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"}
     how = dict(cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
     done = subprocess.run([sys.executable, copy], **how)
@@ -49,7 +47,7 @@ def test_runs(script, tmp_path, tmp_path_factory):
 @all_notebooks
 def test_the_pair_has_not_drifted(script):
     told = [(cell.cell_type, cell.source) for cell in jupytext.read(script).cells]
-    kept = json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    kept = json.loads(script.with_suffix(".ipynb").read_text())
     assert [(cell["cell_type"], "".join(cell["source"])) for cell in kept["cells"]] == told, (
         f"{script.name} was changed: jupytext --to ipynb --execute notebooks/{script.name}"
     )
@@ -57,7 +55,7 @@ def test_the_pair_has_not_drifted(script):
 
 @all_notebooks
 def test_was_run_from_top_to_bottom(script):
-    text = script.with_suffix(".ipynb").read_text(encoding="utf-8")
+    text = script.with_suffix(".ipynb").read_text()
     code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]

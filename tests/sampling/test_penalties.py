@@ -25,6 +25,7 @@ from specsamp.sampling.penalties import Bias, Penalties, ban, bias, penalties
 from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.tree_rules import TraversalRule
 from specsamp.sampling.warp import log_probs, register_warp
+from support.extras import slow_but
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_distribution, table_loop, table_pair
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
 from support.tree_mutants import StatesInOrder
@@ -54,7 +55,7 @@ def expected(length=3):
     ]
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=str)
+@pytest.mark.parametrize("rule", slow_but([TokenRule(), BlockRule()], BlockRule()))
 def test_texts_follow_the_penalised_distribution(rule):
     """A drafted position depends on the drafted tokens before it, in the draft and in the
     target.
@@ -137,7 +138,7 @@ def expected_of_biases(length=3):
     ]
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=str)
+@pytest.mark.parametrize("rule", slow_but([TokenRule(), BlockRule()], BlockRule()))
 def test_a_bias_ends_within_a_drafted_block(rule):
     loop = table_loop(rule, ModelDrafter(TableLM(V), 2))
     assert (

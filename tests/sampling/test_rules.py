@@ -229,21 +229,6 @@ def test_a_token_must_not_be_dropped_for_its_probability(rule):
 
 
 @pytest.mark.parametrize(
-    "draft, target, acceptance, residual, accepted",
-    [
-        ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5], [1 / 3, 1, 1], [0, 0, 1], 0.6),
-        ([0.7, 0.2, 0.1], [0.1, 0.2, 0.7], [1 / 7, 1, 1], [0, 0, 1], 0.4),
-    ],
-)
-@every_rule
-def test_one_token(rule, draft, target, acceptance, residual, accepted):
-    rounds = enumerate_round(rule, constant(target, 2), constant(draft, 1), num_tokens=1)
-    assert_allclose(rounds.num_accepted_SXDN[0, 0, :, 1], acceptance, atol=EXACT)
-    assert_allclose(rounds.last_SXDNV[0, 0, 0, 0], residual, atol=EXACT)
-    assert_allclose(rounds.expected_accepted_SX, accepted, atol=EXACT)
-
-
-@pytest.mark.parametrize(
     "num_tokens, token, block",
     [(2, 10 / 9, 11 / 9), (3, 38 / 27, 45 / 27), (4, 130 / 81, 166 / 81)],
 )

@@ -14,8 +14,6 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, head_drafter
-from specsamp.mesh.layout import make_mesh
-from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.serving import batch
@@ -202,23 +200,3 @@ def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
         texts.check()
     read = "".join(events)[events.index("r") :].split("r")
     assert sum(map(len, read)) >= 6 and max(map(len, read)) == 2, "an allowance is two chunks"
-
-
-@pytest.mark.slow
-def test_on_a_mesh_texts_are_those_of_one_device(small, monkeypatch):
-    """Prompts of several lengths on all data shards, of which one is longer than a chunk; sizes
-    grow.
-    """
-    whole, drafter = model_pair()
-    split = shard(whole, make_mesh(data=4, model=2))
-    monkeypatch.setitem(PAIRS, "mesh", lambda: (split, ModelDrafter(split.draft, K)))
-    with Texts("mesh", rows=8) as texts:
-        for number in range(11):
-            texts.ask([1 + number] * (3 + 25 * (number % 3)), 4 + 5 * number % 23)
-        asked, found = list(texts.asked), dict(texts.pieces.get(timeout=600) for _ in texts.asked)
-    method = Method(drafter=drafter, sampling=SAMPLING)
-    for number, (prompt, budget) in enumerate(asked):
-        assert (
-            found[number].tokens
-            == generate(whole, [prompt], budget, method=method, seed=number)[0].tokens
-        )

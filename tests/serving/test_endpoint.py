@@ -25,7 +25,7 @@ from specsamp.decoding.results import Chunk, RowStats, RowText
 from specsamp.decoding.state import Finish
 from specsamp.sampling.penalties import bias
 from specsamp.sampling.warp import chain
-from specsamp.serving.answer import Answer, Unmet
+from specsamp.serving.answer import Answer
 from specsamp.serving.openai_replies import Reply
 from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
@@ -125,21 +125,6 @@ def test_without_a_seed_answers_differ(client):
     assert ask() != ask()
 
 
-def test_greedy_answers_stops_and_log_probabilities(client):
-    answer = client.completions.create(
-        model="bytes", prompt="ab", max_tokens=30, temperature=0, stop=["hi", "z"], logprobs=0
-    )
-    (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason, answer.usage.completion_tokens) == (
-        "cdefg",
-        "stop",
-        7,
-    )
-    assert choice.logprobs.tokens == list("cdefghi") and choice.logprobs.text_offset == list(
-        range(7)
-    )
-
-
 def test_a_stream_is_the_whole_in_pieces(client):
     settings = dict(
         model="bytes", prompt=["ab", "c"], max_tokens=20, temperature=4.5, seed=3, logprobs=0
@@ -221,11 +206,6 @@ def test_the_least_tokens_of_a_text(client):
         body = {"stop_token_ids": [ord(stop)], "min_tokens": least}
         answer = client.completions.create(extra_body=body, temperature=0, **settings).choices[0]
         assert answer.text[:3] == written and (answer.finish_reason == "stop") == (least == 2)
-    for least, text in ((0, "cd"), (5, "cd"), (6, "cdefghij")):
-        (choice,) = client.completions.create(
-            temperature=0, stop=["efgh", "klm"], extra_body={"min_tokens": least}, **settings
-        ).choices
-        assert (choice.text, choice.finish_reason) == (text, "stop"), least
 
 
 def test_likeliest_tokens_and_an_echo(client):
@@ -262,17 +242,6 @@ def test_likeliest_tokens_and_an_echo(client):
         "x is a surprise after b"
     )
     assert set(echoed[0].logprobs.top_logprobs[1]) == {"b"}
-    answer = client.chat.completions.create(
-        model="bytes",
-        messages=[{"role": "user", "content": "abc"}],
-        max_tokens=2,
-        temperature=0,
-        logprobs=True,
-        top_logprobs=2,
-    )
-    for entry in answer.choices[0].logprobs.content:
-        assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token
-        assert entry.top_logprobs[0].logprob == entry.logprob >= entry.top_logprobs[1].logprob
 
 
 def test_stop_tokens_budgets_and_tokens(client, server, service):
@@ -528,21 +497,6 @@ def test_an_error_within_a_stream_is_its_last_event(client, server, service, mon
         list(client.completions.create(model="bytes", prompt="a", stream=True))
     status, _, document = post(server, COMPLETIONS, {"prompt": "a"})
     assert status == 500 and document["error"]["type"] == "server_error"
-    monkeypatch.undo()
-    check_that_it_answers(server, service)
-
-
-def test_a_grammar_that_cannot_go_on_is_the_fault_of_the_request(
-    client, server, service, monkeypatch
-):
-    unmet = Unmet("a text cannot follow its grammar: too large")
-    monkeypatch.setattr(
-        type(service), "_text", lambda _, state, place, request: request.answer.send(unmet)
-    )
-    status, _, document = post(server, COMPLETIONS, {"prompt": "a"})
-    assert status == 400 and document["error"]["type"] == "invalid_request_error"
-    with pytest.raises(openai.APIError, match="a text cannot follow its grammar: too large"):
-        list(client.completions.create(model="bytes", prompt="a", stream=True))
     monkeypatch.undo()
     check_that_it_answers(server, service)
 

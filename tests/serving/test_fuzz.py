@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
+from support.extras import slow_but
 from support.fuzz.faults import FAULTS, MOVED, changed
 
 FUZZ = pathlib.Path(__file__).parents[1] / "fuzz.py"
-QUICK = ("queue, none", "service, early exit")
-QUICK_FAULT = "a prefix is copied two tokens too long"
+SETTINGS = ("queue, none", "service, early exit")
 
 
 def fuzz(*arguments):
@@ -24,7 +24,7 @@ def fuzz(*arguments):
     return found.returncode, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("setting", QUICK)
+@pytest.mark.parametrize("setting", slow_but(SETTINGS, SETTINGS[0]))
 def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
     status, output = fuzz(f"--only={setting}", "--seed=1", "--streams=12")
     assert status == 0, output[-2000:]
@@ -32,10 +32,12 @@ def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
 
 # Few streams of one setting show these faults; `tests/fuzz.py --fault` looks for each of the
 # others.
-SLOW_FAULT = pytest.param("a row is read in as many calls as others", marks=pytest.mark.slow)
+FAULT = "a prefix is copied two tokens too long"
 
 
-@pytest.mark.parametrize("fault", [QUICK_FAULT, SLOW_FAULT])
+@pytest.mark.parametrize(
+    "fault", slow_but([FAULT, "a row is read in as many calls as others"], FAULT)
+)
 def test_planted_fault_is_found(fault):
     status, output = fuzz(f"--fault={fault}", "--seed=1", "--streams=240")
     assert status == 0 and "found: " in output, output[-2000:]

@@ -235,7 +235,7 @@ def test_answers_as_openai_python_keeps_them_are_history():
             assert read(document, is_chat=True).prompts == [[*HI, expected, *HI]], (name, sent)
 
 
-TABLE = pathlib.Path(__file__).with_name("refused_requests.txt").read_text(encoding="utf-8")
+TABLE = pathlib.Path(__file__).with_name("refused_requests.txt").read_text()
 COMPLETIONS, CHAT = (
     re.findall("^({.*) => (.*) => (.*)$", part, re.MULTILINE) for part in TABLE.split("[chat]")
 )

@@ -18,6 +18,7 @@ from specsamp import (
 from specsamp.decoding.method import make_method
 from specsamp.serving import batch
 from specsamp.serving.service import Service
+from support.extras import slow_but
 
 V, K = 64, 3
 MODEL = TransformerLM(
@@ -34,7 +35,9 @@ def text(random, length):
     return random.integers(0, V, length).tolist()
 
 
-@pytest.mark.parametrize("draft_length, seed", [(0, 0), (0, 1), (0, 2), (0, 3), (K, 0)])
+@pytest.mark.parametrize(
+    "draft_length, seed", slow_but([(0, 0), (0, 1), (0, 2), (0, 3), (K, 0)], (0, 0), (K, 0))
+)
 def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length, seed):
     """Four prompts are read in one call, two of them behind prefixes that ended texts have left."""
     random = np.random.default_rng(seed)
@@ -51,6 +54,7 @@ def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_
     assert queue.batch.tokens_copied >= 70, "the control: prefixes were copied"
 
 
+@pytest.mark.slow
 def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
     """The draft is paused, so it has read less than the target; the room for chunks is that of the
     whole prompt.

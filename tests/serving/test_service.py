@@ -112,18 +112,14 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
             "prompt 0 has 40 tokens, of 40 for prompt and text: shorten it",
         ),
         (dict(prompts=["a"], budget=2**40), "max_tokens must be"),
-        (dict(prompts=[[]]), "prompt 0 is empty"),
         (dict(prompts=[[999]]), "prompt 0.* below 257; got 999"),
         (dict(prompts=["a"], seed=-1), "seed must be"),
         (dict(prompts=["a"], stop=["a"] * 33), "33 stop texts: at most 32"),
-        (dict(prompts=["a"], stop=[""]), "a stop text is empty"),
         (
             dict(prompts=["a"], num_samples=7),
             "7 texts are asked for, of 6 that are taken at a time",
         ),
-        (dict(prompts=["a"], num_samples=10**9), "texts are asked for, of 6"),
         (dict(prompts="ab"), "prompts must be a list; got 'ab'"),
-        (dict(prompts=["a"], stop="ab"), "stop must be a list; got 'ab'"),
     ):
         with pytest.raises(ValueError, match=message):
             Caller(service, **given)

@@ -56,6 +56,6 @@ def open_all(folder):
 
 
 def edit(path, change):
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text())
     change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(json.dumps(content))

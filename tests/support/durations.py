@@ -24,7 +24,7 @@ def read():
     """Returns the recorded seconds by file and function: parameters together, but slow ones apart,
     as "test_y, slow".
     """
-    return json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
+    return json.loads(PATH.read_text()) if PATH.exists() else {}
 
 
 class Recorder:
@@ -50,4 +50,4 @@ class Recorder:
         )
         for (path, name), seconds in self.seconds.items():
             record.setdefault(path, {})[name] = round(seconds, 1)
-        PATH.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+        PATH.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")

@@ -2,8 +2,8 @@
 computes them.
 
 Weights are not stored. They are made from their names, by a generator whose raw bits NumPy keeps
-for ever; what is stored is ``config.json``, names and shapes, tokens and results. `golden_maker.py`
-writes the files.
+for ever; what is stored is ``config.json``, names and shapes, tokens and results. The script that
+wrote the files is ``tests/support/golden_maker.py`` of commit 89baef4f.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Golden:
     def write_checkpoint(self, folder: pathlib.Path) -> pathlib.Path:
         """As a folder in the format of the hub."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(self.config))
         save_file(
             {name: weights(name, shape) for name, shape in self.shapes.items()},
             folder / "model.safetensors",

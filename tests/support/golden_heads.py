@@ -1,6 +1,7 @@
 """Small heads as the package speculators writes them, and their logits as it computes them.
 
-As of golden.py, weights are made from their names; `head_maker.py` writes the files.
+As of golden.py, weights are made from their names. The script that wrote the files is
+``tests/support/head_maker.py`` of commit 89baef4f.
 """
 
 import json
@@ -14,7 +15,7 @@ from support import golden
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden_heads"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
-BLOCKS = FOLDER / "blocks"  # written by `head_maker.py`
+BLOCKS = FOLDER / "blocks"
 MAPS = ("d2t", "t2d")
 
 
@@ -35,7 +36,7 @@ def write_head(
         for key, shape in described["shapes"].items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(described["config"]), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(described["config"]))
     save_file(tensors, folder / "model.safetensors")
     return arrays
 
@@ -61,7 +62,6 @@ def _layer(prefix: str, query_width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-EAGLE1_SHAPES = _layer("layers.0", 8) | {"fc.weight": (8, 16), "fc.bias": (8,)}
 EAGLE3_SHAPES = _layer("midlayer", 16) | {
     "fc.weight": (8, 24),
     "norm.weight": (8,),

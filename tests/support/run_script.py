@@ -82,4 +82,4 @@ def save_tiny_pair(folder, prompts, num_layers=1):
     tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
     save_pair(folder, target=side, draft=side, tokenizer_json=tokenizer, provenance={})
     texts = [{"text": prompt} for prompt in prompts]
-    (folder / "prompts.json").write_text(json.dumps({"prompts": texts}), encoding="utf-8")
+    (folder / "prompts.json").write_text(json.dumps({"prompts": texts}))

@@ -9,9 +9,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 
-TEXTS = [
-    path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))
-]
+TEXTS = [path.read_text() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
 TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
 STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
 # Bytes without a first space; added tokens of spaces; SentencePiece's Unigram without and with

@@ -49,7 +49,7 @@ def quiet():
 def metrics(folder):
     """All records but for what depends on the clock; a line that is being written is left out."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [
         {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines
     ]
@@ -60,5 +60,5 @@ def refused_trainings(section):
     each.
     """
     path = pathlib.Path(__file__).parents[1] / "launch" / "refused_trainings.txt"
-    lines = path.read_text(encoding="utf-8").partition(f"[{section}]\n")[2].partition("\n\n")[0]
+    lines = path.read_text().partition(f"[{section}]\n")[2].partition("\n\n")[0]
     return [line.split(" => ") for line in lines.splitlines()]

@@ -19,7 +19,7 @@ from specsamp.tpu.calibration import (
     two_digits,
 )
 from specsamp.tpu.measurements import published
-from specsamp.tpu.work import Work, calls_of_round
+from specsamp.tpu.work import Work
 
 ADDED = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3)
 HIDDEN = Calibration(
@@ -116,15 +116,6 @@ def test_only_what_outlasts_the_streaming_is_exposed():
         band.least == pytest.approx((free - hidden.call_ms) * math.exp(-0.1))
         and band.most > band.likely == free
     )
-
-
-def test_a_draft_cannot_hide_its_collectives_under_the_target():
-    draft = Work(streaming_ms=0.1, collectives=100)
-    whole = Work(streaming_ms=10.4, collectives=400, calls=5)
-    calls = calls_of_round(whole, draft)
-    assert calls[0].streaming_ms == pytest.approx(10.0)
-    assert calls[0].collectives == 0 and calls[1:] == (draft,) * 4 and calls[0].calls == 1
-    assert HIDDEN.milliseconds(*calls) > HIDDEN.milliseconds(whole) + 1
 
 
 def test_chips_without_measurements_get_a_range_of_two_digits():

@@ -18,7 +18,6 @@ from specsamp.tpu import schedules
 from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
 from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
-from specsamp.tpu.work import Shape
 from support import extras
 
 OPTIMISED = True
@@ -109,16 +108,6 @@ def test_a_step_may_feed_one_token_where_one_more_reads_more_experts():
     assert (
         step_windows(with_experts(experts=None), with_experts(experts=None).target) == STEP_WINDOWS
     )
-
-
-def test_shapes_count_the_same_experts():
-    shape = Shape.of(CONFIG)
-    dense = Shape.of(dataclasses.replace(CONFIG, experts=None, feedforward_width=4 * 768))
-    router = 2048 * 32
-    assert shape.weight_bytes("bfloat16", 1) == dense.weight_bytes("bfloat16", 1) + 2 * router
-    touched = EXPERTS.expected_touched(5) - EXPERTS.expected_touched(1)
-    more = shape.weight_bytes("bfloat16", 5) - shape.weight_bytes("bfloat16", 1)
-    assert more == pytest.approx(touched * 3 * 2048 * 768 * 2)
 
 
 # Weights and caches in int8: what is read from HBM is int8, and nothing is written there wider.

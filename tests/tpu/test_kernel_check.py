@@ -25,7 +25,7 @@ def test_every_kernel_of_the_folder_has_a_check():
     """Kernels are named by texts in the files that call Pallas."""
     names = set()
     for path in pathlib.Path(folder.__file__).parent.glob("*.py"):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text()
         if "pallas_call(" in text:
             found = re.findall(r'^[A-Z]+ = "(\w+)"', text, re.MULTILINE)
             assert found, f"{path.name} names no kernel"

@@ -1,6 +1,5 @@
 """Kernels compiled for TPU slices with libtpu: what they move, and that nothing is copied."""
 
-import dataclasses
 import functools
 
 import jax
@@ -55,15 +54,6 @@ def test_what_kernels_move_by_their_shapes():
         moved = small + share * (2 * cache.bytes + 2 * distances.bytes), query.bytes
         # Steps of four heads.
         assert count_attention(call(query), given, live) == (*moved, 2 * 2 * 8 * share)
-    tree, scales = array(2, 5, 128, itemsize=4), [array(2, 8, 1, 2048, itemsize=4)] * 2
-    read = count_attention(call(query), [*given, tree, *scales], 1.0)[0]
-    assert read == small + 2 * cache.bytes + distances.bytes + tree.bytes + 2 * scales[0].bytes
-    # Of keys and values of 64 entries: as many bytes in half as many arrays.
-    pairs = array(2, 8, 4096, 128)
-    read, _, steps = count_attention(call(query), [*given[:2], pairs], 0.25)
-    assert (read, steps) == (given[0].bytes + query.bytes + 0.25 * pairs.bytes, 2 * 2 * 2)
-    on_chip = dataclasses.replace(distances, in_hbm=False)
-    assert count_attention(call(query), [*given[:-1], on_chip], 1.0)[0] == small + 2 * cache.bytes
     new = array(2, 8, 5, 128)
     read, written, steps = count_rows(call(cache, cache), [given[0], new, new, cache, cache], 1.0)
     assert steps == 2

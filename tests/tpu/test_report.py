@@ -293,6 +293,7 @@ def feed_forward(layers, donated):
     )
 
 
+@pytest.mark.slow
 def test_the_guard_bites_where_a_cache_is_copied():
     layers_add_their_floor(feed_forward(2, True), feed_forward(3, True), all_reduces=1)
     with pytest.raises(AssertionError):
@@ -337,20 +338,6 @@ def test_what_cannot_be_compiled(changes, draft_length, message):
     made = dataclasses.replace(programs(described_mesh(TOPOLOGY), 1), **changes)
     with pytest.raises(ValueError, match=message):
         compile_report(made, topology=TOPOLOGY, size=draft_length, rule=TokenRule())
-
-
-def test_chips():
-    assert parse("v4:2x2x4")[1] == (2, 2, 4)
-    assert dict(described_mesh("v5e:4x4", 4).shape) == {"data": 4, "model": 4}
-    # Two devices a chip.
-    assert dict(described_mesh("tpu7x:2x2x1").shape) == {"data": 1, "model": 8}
-    assert dict(described_mesh("v4:2x2x4", draft_model_parallelism=4).shape) == {
-        "data": 1,
-        "replica": 4,
-        "model": 4,
-    }
-    with pytest.raises(ValueError, match="data 3 does not divide the 16 devices"):
-        described_mesh(TOPOLOGY, 3)
 
 
 def test_without_libtpu(monkeypatch):

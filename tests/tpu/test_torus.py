@@ -49,13 +49,6 @@ def all_reduce(mesh):
     return compiled(mesh, lambda x_RD: jax.lax.psum(x_RD, "model"))["debug"]
 
 
-def all_gather(mesh):
-    def gather(x_RD):
-        return jax.lax.all_gather(x_RD, "model", axis=1, tiled=True)
-
-    return compiled(mesh, gather, PartitionSpec("data", "model"))["emitter"]
-
-
 def rings(mesh):
     """Returns the devices of the rings of an all-reduce, one after another, in any order."""
     text = all_reduce(mesh)
@@ -69,15 +62,10 @@ def rings(mesh):
     "topology, box, sizes",
     [
         ("v4:4x4x4", (4, 4, 1), (4, 4)),
-        ("v4:4x4x4", (2, 2, 4), (16,)),
         ("v5p:2x4x4", (1, 4, 4), (4, 4)),
-        ("v5p:2x4x4", (2, 2, 4), (16,)),
         ("v4:4x4x8", (1, 4, 8), (4, 8)),
-        ("v4:4x4x8", (4, 4, 2), (32,)),
         ("v4:2x2x4", (2, 2, 4), (2, 2, 4)),
-        ("v5e:4x4", (4, 4, 1), (4, 4)),
         ("v5e:16x16", (4, 4, 1), (16,)),
-        ("v5e:16x16", (1, 16, 1), (16,)),
     ],
 )
 def test_whole_axes_go_one_after_another_and_any_other_box_is_one_ring(topology, box, sizes):
@@ -87,11 +75,3 @@ def test_whole_axes_go_one_after_another_and_any_other_box_is_one_ring(topology,
 def test_rings_of_v4_and_v5p_follow_the_mesh():
     for topology, is_reordered in (("v4:4x4x4", 0), ("v5p:4x4x4", 0), ("v6e:8x8", 1)):
         assert f"has_reordering_map:{is_reordered}" in all_reduce(described_mesh(topology, 8))
-
-
-@pytest.mark.parametrize("topology, axes", [("v4:2x2x1", 2), ("v5p:4x4x8", 2), ("v4:4x4x4", 3)])
-def test_closed_axes_are_gathered_together_in_row_major_order_alone(topology, axes):
-    mesh = described_mesh(topology, 4 if topology == "v5p:4x4x8" else 1)
-    assert all_gather(mesh).startswith(f"{axes}DAllGather")
-    shuffled = Mesh(np.random.default_rng(0).permutation(mesh.devices, axis=1), mesh.axis_names)
-    assert not all_gather(shuffled).startswith(f"{axes}D")

@@ -7,7 +7,7 @@ import pytest
 from specsamp.tpu.schedules import Schedule
 from specsamp.tpu.traffic import traffic_of
 
-PROGRAM = pathlib.Path(__file__).with_name("hand_counted.hlo").read_text(encoding="utf-8")
+PROGRAM = pathlib.Path(__file__).with_name("hand_counted.hlo").read_text()
 
 
 def test_bytes_of_a_program_counted_by_hand():

@@ -24,6 +24,7 @@ from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block_heads import TrainBlock, pace_weights
 from specsamp.training.data import Windows
 from specsamp.training.trainer import Intervals, TrainConfig, train
+from support.extras import slow_but
 from support.training import metrics
 from support.weights import drawn_params
 
@@ -67,7 +68,7 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
     return head(weights, embedded, at_B[:, None], at_B[:, None], caches)[0][0]
 
 
-@pytest.mark.parametrize("head", [DFLASH, DSPARK], ids=["dflash", "dspark"])
+@pytest.mark.parametrize("head", slow_but([DFLASH, DSPARK], DSPARK))
 def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
     """And is compared with the target's prediction of the same tokens."""
     task = TrainBlock(head=head, target=TARGET, test_steps=head.config.max_tokens, anchors=ANCHORS)

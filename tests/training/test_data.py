@@ -91,7 +91,7 @@ def test_the_digest_sees_every_content_and_path(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    made = train_tokenizer([(standard_library() / "ast.py").read_text(encoding="utf-8")], 300)
+    made = train_tokenizer([(standard_library() / "ast.py").read_text()], 300)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return JsonTokenizer(path, eos=EOS)
@@ -276,10 +276,7 @@ def test_arrays_of_integers_are_sequences(tmp_path):
     "array, message",
     [
         (np.array([0.5, 1]), r"x.npy must hold integers \[T\] or \[N, T\]; got float64 \[2\]"),
-        (np.zeros((2, 2, 2), int), r"x.npy must hold integers .*; got int64 \[2, 2, 2\]"),
-        (np.zeros((0, 4), int), r"x.npy must hold integers .*; got int64 \[0, 4\]"),
         (np.array([[1, 2], [-1, 3]]), "x.npy, row 1: tokens must be >= 0"),
-        (np.array([[1, -2]]), "x.npy, row 0: tokens must be >= 0"),
         (np.array([2**40]), r"x.npy, row 0: tokens must be >= 0 and below 2\*\*31"),
         (np.array([[1], "a"], object), "x.npy holds no array of numbers"),
         (np.array([1], np.int8), "x.npy holds int8, a.npy int64: write all arrays with one dtype"),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -172,7 +172,7 @@ def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
     queue, got = generate_many(PAIR, PROMPTS, BUDGET, learner=fails, **options), []
     with pytest.raises(RuntimeError, match="no memory"):
         got.extend(queue)
-    written = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    written = (tmp_path / "log").read_text().splitlines()
     assert len(written) - 1 == len(got) > 0 and len(known) == 2
     again = generate_many(PAIR, PROMPTS, BUDGET, **options)
     assert again.known == len(written) - 1 and len(list(again)) == len(PROMPTS)
@@ -211,12 +211,6 @@ def test_updates_end_at_the_last_step():
         ("length .* 0", lambda: learner(0)),
         ("prompt_ids has 2 twice", lambda: many(changing(), PROMPTS[:3], prompt_ids=[2, 1, 2])),
         ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
-        (
-            "EarlyExitDrafter",
-            lambda: many(
-                changing(), drafter=EarlyExitDrafter(PAIR.target, 1, 3), draft_length=None
-            ),
-        ),
     ],
 )
 def test_refused(match, call):

@@ -166,7 +166,7 @@ def test_a_damaged_run_json_is_named(tmp_path):
         ),
         ("{", "is no JSON: Expecting property name"),
     ):
-        (tmp_path / "run.json").write_text(content, encoding="utf-8")
+        (tmp_path / "run.json").write_text(content)
         with pytest.raises(ValueError, match=f"{tmp_path}/run.json .*{message}.*--workdir"):
             source.open_trained(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -209,9 +209,9 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
     log = MetricsLog(path)
     for step in (1, 2, 3, 4):
         log.write(step, loss=1 / step)
-    path.write_text(path.read_text(encoding="utf-8") + '{"step": 5, "lo', encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8") + '{"step": 5, "lo')
     MetricsLog(path, resumed_at=3).write(4, loss=0.125)
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["step"], record["loss"]) for record in records] == [
         (1, 1.0),
         (2, 0.5),
@@ -219,7 +219,7 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
         (4, 0.125),
     ]
     MetricsLog(path)
-    assert path.read_text(encoding="utf-8") == ""
+    assert path.read_text() == ""
 
 
 def test_progress_tells_pace_and_time_left(monkeypatch):

@@ -29,6 +29,7 @@ from specsamp.training.trainer import (
     train_update,
 )
 from specsamp.training.training_task import TrainModel
+from support.extras import slow_but
 from support.weights import drawn_params
 
 V, LENGTH = 32, 8
@@ -73,10 +74,7 @@ def run(
 
 def metrics(folder):
     """Returns all records without fields that depend on the clock."""
-    records = [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in record.items() if name != "tokens_per_second"}
         for record in records
@@ -112,7 +110,7 @@ class Breaking:
         return DATA.batch(step, size)
 
 
-@pytest.mark.parametrize("at, resumed", [(2, 0), (4, 4), (11, 8)])
+@pytest.mark.parametrize("at, resumed", slow_but([(2, 0), (4, 4), (11, 8)], (11, 8)))
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at, resumed):
     """Losses and parameters are equal to the last bit; no step before the last checkpoint is
     repeated.
