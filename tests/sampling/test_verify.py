@@ -1,6 +1,7 @@
 """What the rules draw in float32, at the edges.
 
-Their distributions are enumerated in test_rules.py, and drawn in decoding/test_loop_distribution.py.
+Their distributions are enumerated in test_rules.py, and drawn in
+decoding/test_loop_distribution.py.
 """
 
 import functools
