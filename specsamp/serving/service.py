@@ -73,8 +73,8 @@ class Service:
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
       learner: whom the draft learns from; None: nobody, or a learner that has failed.
-      repeats: whether a seed gives the same text again: not if the draft learns or
-        depends on other texts, unless the rule ignores drafts. The seeds of requests are not used then.
+      repeats: whether a seed gives the same text again: not if the draft learns or depends on other
+        texts, unless the rule ignores drafts. The seeds of requests are not used then.
       capacity: the most texts that run or wait; max_per_client: those of one client.
       failed: why the thread ended by itself; None: it did not.
     """

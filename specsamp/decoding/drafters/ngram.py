@@ -1,5 +1,5 @@
-"""Prompt lookup: proposes the tokens that followed the last occurrence of the current n-gram, in the
-context or in earlier texts.
+"""Prompt lookup: proposes the tokens that followed the last occurrence of the current n-gram, in
+the context or in earlier texts.
 
 A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the
 residual is the target's distribution without it (Leviathan et al., arXiv 2211.17192; the copying is
@@ -94,8 +94,8 @@ class Logs:
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter(DrafterHooks, Drafter):
-    """Looks up the last ``max_ngram`` tokens in the sequence, then shorter n-grams; without a match,
-    in logs and corpus.
+    """Looks up the last ``max_ngram`` tokens in the sequence, then shorter n-grams; without a
+    match, in logs and corpus.
 
     The longest match wins, and of these the most recent, or that of a log.
 
@@ -267,7 +267,7 @@ def _before(tokens_S: Array, end: Array, count: int) -> Array:
 
 
 def _hashes(before_XN: Array, size: int) -> Array:
-    """Returns the hashes of the n-grams of 1 to N last tokens, int32 ``[..., N]`` below ``size``."""
+    """Returns hashes of the n-grams of 1 to N last tokens, int32 ``[..., N]`` below ``size``."""
     mixed, hashes = jnp.zeros(before_XN.shape[:-1], jnp.uint32), []
     for n in range(before_XN.shape[-1]):
         mixed = (mixed + before_XN[..., n].astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)

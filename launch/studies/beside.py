@@ -1,0 +1,171 @@
+"""Compares greedy completions, and the time of a token, with those of Hugging Face transformers.
+
+    pip install torch transformers
+    python launch/study.py beside --target=TARGET --head=smollm2-head \\
+        --source=spec_bench.jsonl --output=runs/beside.json
+
+Both sides read the same files in float32 and answer the first questions of each category, in
+turns. Where two completions differ, the first differing token has a margin: the target's logit of
+its most probable token less that of the next. A small margin is a near-tie, which rounding decides.
+"""
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.lib.study import Document, Key, Option, Published, Say, Study
+from specsamp.analysis.report import Table
+from specsamp.analysis.workload import Quartiles
+from specsamp.checkpoints.public_pair import read_pair
+from specsamp.decoding.drafters import NgramDrafter
+from specsamp.decoding.generate import generate
+from specsamp.evaluation.tasks import load_task
+from specsamp.sampling.warp import greedy
+
+K = 4
+NEAR = 1e-3  # logits
+OURS = ("plain", "prompt lookup", "head")
+THEIRS = ("transformers, plain", "transformers, prompt lookup")
+
+
+def prepare(options: Any) -> None:
+    """Reads both sides and the questions."""
+    for name in ("target", "head", "source"):
+        if not getattr(options, name):
+            raise ValueError(f"give --{name}: see --help")
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install torch transformers") from error
+    torch.set_num_threads(int(options.threads))
+    options.torch = torch
+    options.pair = read_pair(options.target, options.head, is_head=True, dtype="float32")
+    options.theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        options.target, dtype=torch.float32
+    )
+    options.theirs.generation_config.eos_token_id = None  # completions have a fixed length
+    counts = collections.Counter()
+    options.questions = []
+    for problem in load_task("spec_bench", options.source).problems:
+        counts[problem.category] += 1
+        if counts[problem.category] <= int(options.of_each):
+            options.questions.append(problem)
+
+
+def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
+    """Answers every question on both sides."""
+    completions = collections.defaultdict(list)
+    seconds = collections.defaultdict(list)
+    differing = []
+    for number, question in enumerate(options.questions):
+        say(f"{number} of {len(options.questions)} questions")
+        message = [{"role": "user", "content": question.prompt}]
+        prompt = options.pair.tokenizer.encode_chat(message)
+        runs = runs_of(options, prompt)
+        for name, run in runs.items():
+            if name in OURS:
+                run()  # compiles
+            start = time.perf_counter()
+            tokens = run()
+            seconds[name].append((time.perf_counter() - start) / len(tokens))
+            completions[name].append(tokens)
+        reference = completions[THEIRS[0]][-1]
+        for name in OURS:
+            if (tokens := completions[name][-1]) != reference:
+                at = first_difference(tokens, reference)
+                margin = margin_of(options, prompt + reference[:at])
+                differing.append(
+                    {"question": question.id, "method": name, "token": at, "margin": margin}
+                )
+    return {
+        "questions": len(options.questions),
+        "new_tokens": int(options.new_tokens),
+        "ms_per_token": {name: Quartiles.of(1e3 * np.array(s)) for name, s in seconds.items()},
+        "differing": differing,
+    }
+
+
+def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], list[int]]]:
+    """Returns a function for each method, which answers a question greedily."""
+    most = int(options.new_tokens)
+
+    def ours(**method: Any) -> list[int]:
+        [done] = generate(options.pair, [prompt], most, sampling=greedy(), stop=[], **method)
+        return list(done.tokens)
+
+    def theirs(**method: Any) -> list[int]:
+        ids = options.torch.tensor([prompt])
+        with options.torch.inference_mode():
+            out = options.theirs.generate(
+                ids,
+                attention_mask=options.torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=most,
+                pad_token_id=0,
+                **method,
+            )
+        return out[0, len(prompt) :].tolist()
+
+    return {
+        OURS[0]: lambda: ours(draft_length=0),
+        THEIRS[0]: theirs,
+        OURS[1]: lambda: ours(drafter=NgramDrafter(K)),
+        THEIRS[1]: lambda: theirs(prompt_lookup_num_tokens=K),
+        OURS[2]: lambda: ours(draft_length=K),
+    }
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Returns the first place where two completions differ."""
+    return next((at for at, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(theirs))
+
+
+def margin_of(options: Any, tokens: Sequence[int]) -> float:
+    """Returns how far the most probable next token leads, in logits of transformers."""
+    with options.torch.inference_mode():
+        logits = options.theirs(options.torch.tensor([tokens])).logits[0, -1]
+    first, second = options.torch.topk(logits, 2).values.tolist()
+    return first - second
+
+
+def beside_table(document: Document) -> Table:
+    """Returns times per token and differing completions, a row for each method."""
+    rows = []
+    for name, ms in document["ms_per_token"].items():
+        found = [one["margin"] for one in document["differing"] if one["method"] == name]
+        near = sum(margin < NEAR for margin in found)
+        equal = f"{document['questions'] - len(found)} of {document['questions']}"
+        compared = equal + (f"; near-ties: {near} of {len(found)}" if found else "")
+        rows.append(
+            (
+                name,
+                f"{ms['median']:.1f} ({ms['lower']:.1f} to {ms['upper']:.1f})",
+                compared if name in OURS else "",
+            )
+        )
+    return Table(
+        title=f"Beside transformers: greedy, {document['new_tokens']} tokens, K = {K}",
+        header=("", "ms per token", "equal completions"),
+        rows=rows,
+        note=f"Quartiles over questions. A near-tie has a margin below {NEAR:g} logits.",
+    )
+
+
+STUDY = Study(
+    question="Are greedy completions those of Hugging Face transformers, and which is faster?",
+    measure=measure,
+    prepare=prepare,
+    tables={"beside": Published(["smollm2_beside"], beside_table)},
+    options={
+        "target": Option("", "The target, a folder or the id of a model of the hub."),
+        "head": Option("", "The head that drafts for it."),
+        "source": Option("", "Questions in the format of Spec-Bench."),
+        "of_each": Option("17", "Questions of each category."),
+        "new_tokens": Option("64", "Tokens of each completion."),
+        "threads": Option("2", "Threads of torch."),
+    },
+)
