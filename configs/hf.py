@@ -83,6 +83,14 @@ PAIRS = {
     "gemma-9b": PublicPair(
         target="google/gemma-2-9b", draft="google/gemma-2-2b", model_parallelism=4
     ),
+    # 4 heads and 1 kv head: the draft does not go over eight devices.
+    "gemma-27b": PublicPair(
+        target="google/gemma-3-27b-it",
+        draft="google/gemma-3-1b-it",
+        model_parallelism=8,
+        draft_model_parallelism=1,
+        chat=True,
+    ),
     "pythia-12b": PublicPair(
         target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4
     ),

@@ -5,6 +5,8 @@ A line of architectures.json is a field of the config, of its experts or of a he
 without a default the key is required. In ``{"num_key_value_heads": 8}``, a null in config.json is a
 valid value. Any other entry is the value for all models of the family, and config.json is not read.
 
+``gemma3_text`` and ``mistral3_text`` are keys with the values of absent keys in a text_config.
+
 A family has several tables, of which later tables override earlier ones, and functions for
 positions, windows and experts. A key that changes the model in an unsupported way is refused.
 """
@@ -38,6 +40,9 @@ class Family:
     more: tuple[Callable[[Fields, dict], dict], ...]
     prefix: str = ""  # of tensors; some files leave it out
     head_prefix: str | None = None  # of the tensors of a head in the same files, see head_config.py
+    # Of a model that also sees images: its text model is in text_config, with these values of
+    # absent keys. None: keys are not nested.
+    text: Mapping[str, Any] | None = None
 
     def read(self, fields: Fields) -> dict:
         """Returns the fields of a `TransformerConfig`."""
@@ -104,6 +109,8 @@ def parse_config(
             f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was "
             "quantised; it can be quantised to int8 while it is read"
         )
+    if family.text is not None:
+        fields = _text_fields(path, content, family.text)
     fields.require("is_causal", True)
     try:
         config = TransformerConfig(dtype=dtype, **family.read(fields))
@@ -119,6 +126,18 @@ def parse_config(
             f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported"
         )
     return family, config
+
+
+def _text_fields(path: str, content: Mapping[str, Any], usual: Mapping[str, Any]) -> Fields:
+    """Returns the keys of the text model; of tied embeddings the outer key counts, if it is
+    there.
+    """
+    given = {**usual, **Fields(path, content).object("text_config")}
+    if content.get("tie_word_embeddings") is not None:
+        given["tie_word_embeddings"] = content["tie_word_embeddings"]
+    fields = Fields(f"{path}'s text_config", given)
+    fields.require("model_type", usual["model_type"])
+    return fields
 
 
 def _rotary(fields: Fields, shape: dict, base: float = 10_000.0) -> dict:
@@ -324,4 +343,13 @@ FAMILIES = {
         keys=(*LLAMA, "gemma", "gemma3"),
         more=(_gemma_scales, _gemma3_positions),
     ),
+}
+FAMILIES |= {
+    name: dataclasses.replace(
+        FAMILIES[of_text], model_type=model_type, text=KEYS[f"{model_type}_text"]
+    )
+    for name, of_text, model_type in (
+        ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", "gemma3"),
+        ("Mistral3ForConditionalGeneration", "MistralForCausalLM", "mistral3"),
+    )
 }

@@ -180,7 +180,8 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for key in needed:
             if not isinstance(turn, Mapping) or not isinstance(turn.get(key), str):
                 raise ValueError(
-                    f"message {number} must have a text as its {key}; got {message!r:.200}"
+                    f"message {number} must have a text as its {key} (images are not read); "
+                    f"got {message!r:.200}"
                 )
         thoughts = [turn[key] for key in THOUGHTS if key in turn]
         turns.append(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,10 @@ TURN_ENDS = (
     "<end_of_turn>",
     "<turn|>",
 )
+
+# Tensors of a text model beside an image model, in older files and in files of transformers 5.
+OF_TEXT = re.compile(r"^language_model\.|^(model\.)language_model\.")
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
 
@@ -143,6 +148,9 @@ class Checkpoint:
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors by the family's names."""
         prefix = self.family.prefix
+        if self.family.text is not None:
+            named = {OF_TEXT.sub(r"\1", name): tensor for name, tensor in found.items()}
+            return {name: tensor for name, tensor in named.items() if not OF_IMAGES.match(name)}
         if not prefix or any(name.startswith(prefix) for name in found):
             return found
         return {

@@ -301,7 +301,14 @@ def test_where_the_process_is_busy_a_conversation_is_refused(worker, monkeypatch
         ([{"role": "user"}], "message 0 must have a text as its content"),
         ([ASK | {"content": None, "tool_calls": []}], "message 0 must have a text as its content"),
         ([ASK | {"time": {1}}], "JSON values: .*set"),
-        ([ASK, "Why?"], "message 1 must have a text as its role; got 'Why[?]'"),
+        (
+            [ASK, "Why?"],
+            "message 1 must have a text as its role .images are not read.; got 'Why[?]'",
+        ),
+        (
+            [ASK | {"content": [{"type": "image"}]}],
+            "text as its content .images are not read.; got",
+        ),
     ],
 )
 def test_messages_that_are_none(messages, message):

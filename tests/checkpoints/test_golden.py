@@ -108,7 +108,8 @@ def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
 
 def test_all_golden_files_are_small_and_no_family_is_missing():
     assert sum(path.stat().st_size for path in golden.FOLDER.iterdir()) < 2e6
-    assert {golden.read(name).config["architectures"][0] for name in golden.NAMES} == set(FAMILIES)
+    alone = {name for name, family in FAMILIES.items() if family.text is None}
+    assert {golden.read(name).config["architectures"][0] for name in golden.NAMES} == alone
 
 
 QWEN_EXPERTS = ExpertsConfig(

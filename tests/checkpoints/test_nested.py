@@ -1,0 +1,100 @@
+"""A text model inside a model that also sees images is read as the text model alone."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from specsamp.checkpoints.architectures import parse_config
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.models.transformer import TransformerLM
+from support import golden
+
+OUTER = {
+    "gemma3": dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3"),
+    "mistral": dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3"),
+}
+# Of transformers 5.24 for absent keys of a text_config.
+SIZES = ("vocab_size", "width", "feedforward_width", "num_layers", "num_heads", "num_kv_heads")
+SIZES += ("head_size", "max_positions", "window", "tied")
+USUAL = {
+    "gemma3": (262208, 2304, 9216, 26, 8, 4, 256, 131072, 4096, True),
+    "mistral": (32000, 4096, 14336, 32, 32, 8, 128, 131072, 4096, False),
+}
+
+
+def older(name):
+    return f"language_model.{name}"
+
+
+def newer(name):
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def config_of(name, outer=None, **text):
+    flat = golden.read(name).config
+    inner = {key: value for key, value in flat.items() if key != "architectures"}
+    return OUTER[name] | dict(text_config=inner | text, vision_config={}) | (outer or {})
+
+
+def write(name, folder, renamed, image):
+    shapes = golden.read(name).shapes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(name)), encoding="utf-8")
+    tensors = {renamed(one): golden.weights(one, shape) for one, shape in shapes.items()}
+    save_file(tensors | {image: np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize(
+    "renamed, image",
+    [(older, "vision_tower.a.weight"), (newer, "model.multi_modal_projector.a.weight")],
+)
+def test_a_nested_checkpoint_is_its_text_model(name, renamed, image, tmp_path):
+    folders = golden.read(name).write_checkpoint(tmp_path / "flat"), tmp_path / "nested"
+    write(name, folders[1], renamed, image)
+    flat, nested = (open_checkpoint(folder, dtype="float32") for folder in folders)
+    assert nested.config == flat.config
+    model = TransformerLM(flat.config)
+    expected = read_params(flat, model)
+    jax.tree.map(np.testing.assert_array_equal, read_params(nested, model), expected)
+
+
+def test_an_unknown_part_of_a_nested_checkpoint_is_refused(tmp_path):
+    folder = write("gemma3", tmp_path / "nested", newer, "model.audio_tower.a.weight")
+    with pytest.raises(ValueError, match="not part of the model: model.audio_tower.a.weight"):
+        open_checkpoint(folder).tensors
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_absent_keys_of_a_text_config_have_the_values_of_transformers(name):
+    config = parse_config("config.json", OUTER[name] | dict(text_config={}), "float32")[1]
+    assert tuple(getattr(config, size) for size in SIZES) == USUAL[name]
+
+
+def test_the_outer_key_ties_embeddings_before_the_inner_one():
+    def tied(name, outer, **text):
+        return parse_config("config.json", config_of(name, outer, **text), "float32")[1].tied
+
+    key = "tie_word_embeddings"
+    assert tied("mistral", {key: True}, **{key: False})
+    assert not tied("gemma3", {key: False}, **{key: True}) and not tied(
+        "gemma3", {}, **{key: False}
+    )
+
+
+@pytest.mark.parametrize(
+    "outer, message",
+    [
+        (dict(text_config={"model_type": "qwen2"}), "text_config says model_type = 'qwen2'; only"),
+        (dict(text_config=3), "text_config = 3; it must be an object"),
+        (dict(text_config={"is_causal": False}), "text_config says is_causal = False"),
+        (dict(model_type="gemma3_text"), "whose model_type is 'gemma3'"),
+    ],
+)
+def test_another_text_config_is_refused(outer, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config("config.json", config_of("gemma3", outer), "float32")
