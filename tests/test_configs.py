@@ -47,7 +47,8 @@ def test_both_models_divide_over_their_mesh(name):
     devices = config.mesh.model
     mesh = mesh_of(config)
     target, draft = published_config(pair.target), published_config(pair.draft)
-    few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
+    # All layers have the same sizes.
+    few = dict(num_layers=2, window=None, global_layers=(), window_rotary_base=None)
     rows = -(-max(target.vocab_size, draft.vocab_size) // devices) * devices
     layouts = (
         Layout.tensor_parallel(mesh),
