@@ -49,7 +49,7 @@ from specsamp.analysis.benchmark import benchmark
 from specsamp.decoding.engine import round_slots
 from specsamp.evaluation.audit import Settings, audit
 from specsamp.mesh.distributed import from_first
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.kernel_check import CHECKS, KernelCheck
@@ -222,7 +222,7 @@ def examine() -> Found:
 
 def check_kernel(check: KernelCheck) -> Found:
     """Compares a kernel with its plain form."""
-    difference = check.difference(Kernels(interpret=_INTERPRET.value))
+    difference = check.difference(PallasKernels(interpret=_INTERPRET.value))
     passed = difference <= check.near  # NaN is not
     more = "" if passed else f", which is more than {check.near:g}"
     return Found(
@@ -241,7 +241,7 @@ def build_with_kernels(config: ExperimentConfig) -> tuple[Experiment, str]:
     if _INTERPRET.value:
         models = {
             side: dataclasses.replace(
-                getattr(pair, side), weight_order="default", kernels=Kernels(interpret=True)
+                getattr(pair, side), weight_order="default", kernels=PallasKernels(interpret=True)
             )
             for side in ("target", "draft")
         }
@@ -250,7 +250,7 @@ def build_with_kernels(config: ExperimentConfig) -> tuple[Experiment, str]:
         return dataclasses.replace(experiment, pair=pair, method=method), ""
     if pair.target.kernels is not None:
         return experiment, ""
-    reason = reason_for_plain(pair.target.config, Kernels())
+    reason = reason_for_plain(pair.target.config, PallasKernels())
     return experiment, reason or f"config.attention is {config.attention}"
 
 

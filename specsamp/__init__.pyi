@@ -10,7 +10,8 @@ from specsamp.decoding.adaptive import (
     Entropy as Entropy,
     Stop as Stop,
 )
-from specsamp.decoding.drafter import Drafter as Drafter
+from specsamp.decoding.conversation import Conversation as Conversation
+from specsamp.decoding.drafter import Drafter as Drafter, DrafterHooks as DrafterHooks
 from specsamp.decoding.drafters import (
     BlockDrafter as BlockDrafter,
     BlockTree as BlockTree,
@@ -46,7 +47,7 @@ from specsamp.sampling.lossy import (
 )
 from specsamp.sampling.penalties import ban as ban, bias as bias, penalties as penalties
 from specsamp.sampling.rejection import BlockRule as BlockRule, TokenRule as TokenRule
-from specsamp.sampling.rules import Draft as Draft, Verdict as Verdict
+from specsamp.sampling.rules import Draft as Draft, Rule as Rule, Verdict as Verdict
 from specsamp.sampling.tree_rules import (
     KSeqRule as KSeqRule,
     RecursiveRule as RecursiveRule,

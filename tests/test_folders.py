@@ -52,6 +52,13 @@ def test_the_public_names_of_the_stub_are_there():
         specsamp.generate_more
 
 
+def test_classes_of_the_readme_are_public_names():
+    text = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    spans = " ".join(f"`{span}`" for span in re.findall(r"`([^`\n]+)`", text))
+    classes = set(re.findall(r"(?<![\w.:/])([A-Z][A-Z]*[a-z]\w+|EARS)(?=[(`.])", spans))
+    assert {"ModelDrafter", "TreeShape", "LanguageModel"} < classes <= set(specsamp.__all__)
+
+
 def test_importing_the_package_loads_nothing_that_is_not_used():
     code = """
 import sys, specsamp

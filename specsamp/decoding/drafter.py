@@ -140,6 +140,8 @@ class DrafterHooks:
 
     # The most tokens of a draft that can be accepted, if that is less than K, as in a tree.
     depth: int | None = None
+    # The model whose distributions it draws from; None: the target or none.
+    draft_model: LanguageModel | None = None
     # Whether the draft of a sequence is independent of the other sequences of the batch.
     row_independent: bool = True
     # How many slots of its caches before the last two may be wrong, since they depend on later

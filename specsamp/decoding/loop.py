@@ -153,12 +153,11 @@ class Loop:
         """Runs the rows of one shard."""
         # Each for the layout of its logits: a draft without collectives must not get one from a
         # warp.
-        kernels = getattr(getattr(self.drafter, "model", self.target), "kernels", None)
+        draft_model = hooks_of(self.drafter).draft_model or self.target
         request = dataclasses.replace(
-            request, draft_sampling=with_kernels(request.draft_sampling, kernels)
-        )
-        request = dataclasses.replace(
-            request, sampling=with_kernels(request.sampling, self.target.kernels)
+            request,
+            draft_sampling=with_kernels(request.draft_sampling, draft_model.kernels),
+            sampling=with_kernels(request.sampling, self.target.kernels),
         )
 
         def goes_on(carry: _Carry) -> Array:

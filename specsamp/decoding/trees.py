@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -486,14 +485,10 @@ def check_model(model: LanguageModel, siblings: int) -> None:
     """Raises ValueError unless ``model``, a target or draft, supports token trees with so many
     siblings.
     """
-    model = getattr(model, "model", model)  # of a model on a mesh
-    if type(model).compact is LanguageModel.compact:
+    if not model.takes_trees:
         raise ValueError(
-            f"{type(model).__name__} has no compact(): it cannot move the slots of a token tree"
-        )
-    if "block" not in inspect.signature(type(model).__call__).parameters:
-        raise ValueError(
-            f"{type(model).__name__} takes no block: it cannot mask the nodes of a token tree"
+            f"{type(model).__name__} has no compact(), or its calls take no block, so that it "
+            "scores no token trees: add both, and takes_trees = True"
         )
     if siblings > model.vocab_size:
         raise ValueError(

@@ -142,7 +142,8 @@ class ShardedModel(LayeredModel):
 
     def __post_init__(self):
         # Of the model inside.
-        for name in ("vocab_size", "max_positions", "num_layers", "width", "config", "kernels"):
+        names = "vocab_size max_positions num_layers width config kernels takes_trees"
+        for name in names.split():
             object.__setattr__(self, name, getattr(self.model, name, None))
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -18,14 +18,11 @@ import jax.numpy as jnp
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
-from specsamp.models.interface import Block
+from specsamp.models.interface import Block, Kernels
 from specsamp.models.modules import Norm, normalise, weight, zero_bias
 from specsamp.models.positions import apply_rope, relative_keys
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 

@@ -9,28 +9,24 @@ overwritten later.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp.models.int8 import quantise
+from specsamp.models.interface import Kernels
 from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.slots import SLOTS_AXIS, cut_slots, move_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
-
-if TYPE_CHECKING:
-    # Imports Pallas, which a CPU does not need.
-    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
 # By letters of names.
 LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}
 KERNEL_SLOTS = 128  # kernels read caches of a multiple of so many slots
-PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

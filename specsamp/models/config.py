@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +15,13 @@ from specsamp.models.positions import Rotary, RotaryScaling
 
 POSITIONS = ("relative", "rotary", "learned")
 # "gelu" is the approximation by tanh.
-ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+}
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
 # Fields that change decoding but not the parameters.

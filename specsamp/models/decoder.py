@@ -6,7 +6,7 @@ layer by layer. Names of parameters are those of checkpoints: they follow from t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -18,12 +18,9 @@ from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import take_rows
-from specsamp.models.interface import Block, DeviceLayout
+from specsamp.models.interface import Block, DeviceLayout, Kernels
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 

@@ -21,21 +21,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specsamp.models.config import ExpertsConfig, TransformerConfig
+from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
-from specsamp.models.interface import DeviceLayout
-from specsamp.models.modules import ACTIVATIONS, weight
+from specsamp.models.interface import DeviceLayout, Kernels
+from specsamp.models.modules import weight
 from specsamp.models.products import contract, contract_slice
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
+
+from specsamp.sampling.warp import RowKernels
 
 Array = jax.Array
 
@@ -89,6 +92,39 @@ class DeviceLayout:
         return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
 
 
+class Kernels(RowKernels, Protocol):
+    """The kernels that a model calls; `specsamp.models.kernels.dispatch.PallasKernels` has them."""
+
+    def for_heads(self, head_size: int) -> Kernels | None:
+        """Returns the kernels, or None if they do not take heads of this size."""
+
+    def pairs_heads(self, head_size: int) -> bool:
+        """Returns whether keys and values of such heads share rows, as in `PairedKVCache`."""
+
+    def take(self, num_slots: int, length: int, group: int = 1) -> bool:
+        """Returns whether `attend` and `write` are kernels for a call of ``length`` tokens."""
+
+    def attend(self, q_BNTH: Array, cache: Any, visible: Any, **options: Any) -> Array:
+        """Computes `specsamp.models.cache.LayerCache.attend`, with its arguments."""
+
+    def write(
+        self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array
+    ) -> tuple[Array, ...]:
+        """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..``."""
+
+    def take_small(self, x: Array) -> bool:
+        """Returns whether `fuse` computes functions of ``x`` in one kernel."""
+
+    def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
+        """Computes a function of arrays and trees of arrays; ``axes`` split their axis 1."""
+
+    def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
+        """Returns whether `mix_experts` takes matrices ``part``, ``[E', F, D]`` on a device."""
+
+    def mix_experts(self, config: Any, *arrays: Any) -> Array:
+        """Routes tokens; returns the sum of the experts' results, ``[R, D]`` float32."""
+
+
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are
     separate arguments.
@@ -100,8 +136,8 @@ class LanguageModel(abc.ABC):
 
     vocab_size: int
     max_positions: int | None = None  # the longest sequence the model supports; None: no limit
-    # `specsamp.models.kernels.dispatch.Kernels`, also for the warps of a loop; None: no kernels.
-    kernels: Any = None
+    takes_trees: bool = False  # whether it has `compact`, and its calls take a ``block``
+    kernels: Kernels | None = None  # also for the warps of a loop; None: no kernels
     # For programs that call the model as their target.
     compiler_options: tuple[tuple[str, str], ...] = ()
 

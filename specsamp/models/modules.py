@@ -5,29 +5,17 @@ layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import ACTIVATIONS, TransformerConfig
 from specsamp.models.int8 import Int8Weight
+from specsamp.models.interface import Kernels
 from specsamp.models.products import contract
 
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels
-
 Array = jax.Array
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": jax.nn.gelu,
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "silu": jax.nn.silu,
-}
 
 
 def weight(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from specsamp import validate
 from specsamp.models.cache import (
     CACHES,
-    PAIRED_SIZE,
     LayerCache,
     TransformerCache,
     TransposedKVCache,
@@ -25,13 +24,9 @@ from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
-from specsamp.models.interface import Block, DeviceLayout, LayeredModel, Output
+from specsamp.models.interface import Block, DeviceLayout, Kernels, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
-
-if TYPE_CHECKING:
-    # Imports Pallas, which a CPU does not need.
-    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
@@ -55,6 +50,8 @@ class TransformerLM(LayeredModel):
     weight_order: str = "default"
     kernels: Kernels | None = None
     layout: DeviceLayout | None = None
+
+    takes_trees = True
 
     def __post_init__(self):
         validate.choice("weight_order", self.weight_order, WEIGHT_ORDERS)
@@ -294,7 +291,8 @@ class TransformerLM(LayeredModel):
     def _cache_class(self) -> type[LayerCache]:
         if self.weight_order == "cpu" and self.config.cache_dtype is None:
             return TransposedKVCache
-        is_paired = self._kernels is not None and self.config.head_size == PAIRED_SIZE
+        kernels = self._kernels
+        is_paired = kernels is not None and kernels.pairs_heads(self.config.head_size)
         return CACHES[is_paired, self.config.cache_dtype]
 
     @property

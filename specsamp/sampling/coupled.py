@@ -52,9 +52,6 @@ class CoupledRule(Rule):
     def siblings(
         self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int
     ) -> Array:
-        """Draws the children of P rows of one depth, int32 ``[B, P, C]``; see
-        `TreeRule.siblings`.
-        """
         gumbels_BV = keys.position_gumbels(depth, log_probs_BPV.shape[-1])
         return jax.lax.top_k(log_probs_BPV + gumbels_BV[:, None], nodes_PC.shape[1])[1].astype(
             jnp.int32

@@ -201,6 +201,7 @@ class Rule(abc.ABC):
     chains: bool = True  # whether it verifies chains
     # Whether siblings are the most probable tokens; then drafts have no distributions.
     chooses: bool = False
+    of_chains: Rule  # the equivalent rule on chains, of a rule that does not verify them
 
     @abc.abstractmethod
     def sample(
@@ -216,6 +217,20 @@ class Rule(abc.ABC):
           depth: number of drafted tokens before this token: the address of random numbers that
             belong to a position.
         """
+
+    def siblings(
+        self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int
+    ) -> Array:
+        """Draws the children of P rows, int32 ``[B, P, C]``; child c does not depend on the number
+        of children. Rules of chains draw none.
+
+        Args:
+          log_probs_BPV: the draft's distributions, warped and normalised.
+          nodes_PC: the node of each child, the address of its random numbers; -1 where a row has
+            fewer children.
+          depth: as in `sample`.
+        """
+        raise NotImplementedError(f"{self!r} verifies chains: it draws no siblings")
 
     @abc.abstractmethod
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:

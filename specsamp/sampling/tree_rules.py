@@ -115,7 +115,7 @@ class TreeRule(Rule):
     children: str = DISTINCT
 
     trees, chains = True, False
-    of_chains: ClassVar[Rule] = TokenRule()  # the equivalent rule on chains
+    of_chains: ClassVar[Rule] = TokenRule()
     known_children: ClassVar[tuple[str, ...]] = CHILDREN
 
     def __post_init__(self):
@@ -144,15 +144,6 @@ class TreeRule(Rule):
     def siblings(
         self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int
     ) -> Array:
-        """Draws the children of P rows, int32 ``[B, P, C]``; child c does not depend on the number
-        of children.
-
-        Args:
-          log_probs_BPV: the draft's distributions, warped and normalised.
-          nodes_PC: the node of each child, the address of its random numbers; -1 where a row has
-            fewer children.
-          depth: see `Rule.sample`.
-        """
         batch, families, vocab_size = log_probs_BPV.shape
         nodes_BX = jnp.broadcast_to(jnp.maximum(nodes_PC, 0).reshape(1, -1), (batch, nodes_PC.size))
         uniforms_BPC2 = keys.uniforms(Purpose.DRAFT, nodes_BX).reshape(batch, *nodes_PC.shape, 2)

@@ -36,7 +36,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -201,7 +201,14 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     return warp(logits, state)
 
 
-def with_kernels(warp: Warp, kernels: Any) -> Warp:
+class RowKernels(Protocol):
+    """The kernels of warps, a part of `specsamp.models.interface.Kernels`."""
+
+    def row_by_row(self, function: Callable[..., Array], x: Array, numbers: Any) -> Array:
+        """Computes a function of ``[..., X, Y]`` and a tree of ``[..., 1, 1]``, row by row."""
+
+
+def with_kernels(warp: Warp, kernels: RowKernels | None) -> Warp:
     """Returns a warp whose parts without a state are kernels, or XLA's operations if ``kernels`` is
     None.
     """
@@ -213,7 +220,8 @@ def followed_by(warp: Warp, state: Any, last: Warp) -> tuple[Chain, Any]:
     """Returns a warp followed by ``last``, which has no state, and the state of both."""
     if not is_stateless(state):
         state = (*state, ()) if isinstance(warp, Chain) else (state, ())
-    return with_kernels(chain(warp, last), getattr(warp, "kernels", None)), state
+    kernels = warp.kernels if isinstance(warp, Chain) else None
+    return with_kernels(chain(warp, last), kernels), state
 
 
 def for_rows(warp: Warp, rows: int) -> Warp:
@@ -250,7 +258,7 @@ def for_rows(warp: Warp, rows: int) -> Warp:
 @dataclasses.dataclass(frozen=True)
 class Chain(Warp):
     warps: tuple[Warp, ...]
-    kernels: Any = None  # of a `LanguageModel`, for the warps that have no state; static
+    kernels: RowKernels | None = None  # for the warps without a state; static
 
     @property
     def may_exclude_all(self) -> bool:

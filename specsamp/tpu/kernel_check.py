@@ -1,7 +1,7 @@
 """Compares each kernel of `specsamp.models.kernels` with its plain form, on a chip or interpreted.
 
 for check in CHECKS:
-    print(check.name, check.difference(Kernels()), "of at most", check.near)
+    print(check.name, check.difference(PallasKernels()), "of at most", check.near)
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.trees import TreeShape
-from specsamp.models.cache import CACHES, PAIRED_SIZE
+from specsamp.models.cache import CACHES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.experts import STACKED_AXES, Experts, mix_experts, route
 from specsamp.models.int8 import quantise
 from specsamp.models.kernels import append_rows, common, decode_attention
 from specsamp.models.kernels import mix_experts as experts_kernel
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.common import PAIRED_SIZE
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.modules import normalise
 from specsamp.models.positions import Rotary, apply_rope
 from specsamp.models.slots import write_slots
@@ -56,7 +57,7 @@ class KernelCheck:
       kernel: its name in compiled programs.
       what: what is special about this call.
       draw: returns the operands.
-      compute: computes arrays from `Kernels` and the operands; from None and the operands, the
+      compute: computes arrays from kernels and the operands; from None and the operands, the
         plain form.
       near: the largest difference that rounding explains; 0 for a kernel that only moves entries.
     """
@@ -69,14 +70,14 @@ class KernelCheck:
 
     @property
     def name(self) -> str:
-        """Returns the kernel and what is special about the call."""
+        """Returns the kernel and the speciality of the call."""
         return f"{self.kernel}, {self.what}"
 
-    def difference(self, kernels: Kernels) -> float:
+    def difference(self, kernels: PallasKernels) -> float:
         """Returns the largest difference from the plain form, over its largest entry; NaN if any
         result is NaN.
 
-        Products of the plain form are exact to float32, as those of the kernels are.
+        Products of the plain form and of the kernels are exact to float32.
         """
         operands = self.draw()
         with jax.default_matmul_precision("highest"):

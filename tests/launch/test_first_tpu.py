@@ -77,7 +77,7 @@ def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", compiles)
         patch.setattr(dispatch, "append_rows", fails_for_int8)
-        patch.setattr(dispatch.Kernels, "fuse", turns_nothing)
+        patch.setattr(dispatch.PallasKernels, "fuse", turns_nothing)
         done = rehearse(*asked)
     assert done.returncode == 1
     assert ended(done) == [

@@ -14,7 +14,7 @@ from specsamp import NgramDrafter, Pair, generate
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import ShardedModel, shard, shard_model
 from specsamp.models.config import ExpertsConfig, tiny
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
@@ -81,14 +81,15 @@ def test_kernels_of_devices_add_up(count, inner, part, monkeypatch):
     params, tokens_BT = drawn_params(model), np.arange(10, dtype=np.int32).reshape(2, 5)
     mesh = make_mesh(1, 2, devices=jax.devices()[:2])
     sharded = shard_model(
-        dataclasses.replace(model, kernels=Kernels(interpret=True)), Layout.tensor_parallel(mesh)
+        dataclasses.replace(model, kernels=PallasKernels(interpret=True)),
+        Layout.tensor_parallel(mesh),
     )
     weights, start_B = sharded.fit_slots(sharded.prepare(params), SLOTS), jnp.zeros(2, jnp.int32)
     assert weights["params"]["layer_0"]["experts"]["up"].addressable_shards[0].data.shape == part
     monkeypatch.setattr(
-        Kernels,
+        PallasKernels,
         "mix_experts",
-        lambda *given, mix=Kernels.mix_experts: called.append(1) or mix(*given),
+        lambda *given, mix=PallasKernels.mix_experts: called.append(1) or mix(*given),
     )
     found = on_mesh(sharded, weights, tokens_BT, start_B, sharded.init_cache(2, SLOTS)).logits_BTV
     expected = on_one(

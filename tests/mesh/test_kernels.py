@@ -18,7 +18,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
 from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import (
     chain,
@@ -55,7 +55,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     )
     weights = model.fit_slots(model.prepare(drawn_params(model, noise=0.1)), SLOTS)
     layout = Layout.tensor_parallel(mesh) if sizes["model"] > 1 else Layout.replicated(mesh)
-    sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), layout)
+    sharded = shard_model(dataclasses.replace(model, kernels=PallasKernels(interpret=True)), layout)
     rng, batch = np.random.default_rng(0), 4
     cache = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS)
@@ -118,7 +118,7 @@ def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
         again = shard(made, meshes[1])
         assert again.draft.model.kernels.layout.mesh == meshes[1]
         assert with_attention(made, "plain").target.model.kernels is None
-    assert with_attention(pair, "kernel").draft.kernels == Kernels()
+    assert with_attention(pair, "kernel").draft.kernels == PallasKernels()
     asked = []
     monkeypatch.setattr(
         mesh_sharded,
@@ -128,6 +128,6 @@ def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
     found = with_attention(pair, "auto")
     assert (found.target.kernels, found.draft.kernels, asked) == (
         None,
-        Kernels(),
-        [(model.config, Kernels())] * 2,
+        PallasKernels(),
+        [(model.config, PallasKernels())] * 2,
     )

@@ -22,7 +22,7 @@ from specsamp.models.experts import (
 )
 from specsamp.models.int8 import decode_weights, dequantise, is_int8, quantise
 from specsamp.models.kernels import mix_experts as mix_kernel
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
@@ -163,7 +163,7 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
     logits_RE[1] = np.nan  # spoils its own row alone
     if in_int8:
         stacked = {name: quantise(jnp.nan_to_num(x), axes[name]) for name, x in stacked.items()}
-    kernels = Kernels(interpret=True)
+    kernels = PallasKernels(interpret=True)
     assert kernels.take_experts(tokens, (4, 64, 128), jnp.dtype("int8" if in_int8 else dtype))
     for normalised in (True, False):
         experts = dataclasses.replace(config.experts, normalised=normalised)

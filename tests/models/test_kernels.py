@@ -19,7 +19,7 @@ from specsamp.models.interface import Block
 from specsamp.models.kernels import dispatch as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
 from specsamp.models.kernels.decode_attention import block_shape
-from specsamp.models.kernels.dispatch import Kernels, choose_kernels
+from specsamp.models.kernels.dispatch import PallasKernels, choose_kernels
 from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
@@ -31,7 +31,7 @@ from support.extras import slow_but
 from support.weights import drawn_params
 
 SIZE = 128
-INTERPRETED = Kernels(interpret=True)
+INTERPRETED = PallasKernels(interpret=True)
 TWO_OF_FOUR = ExpertsConfig(num_experts=4, experts_per_token=2, width=24)
 
 
@@ -47,7 +47,7 @@ def starts_of(batch, slots, length):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoCores(Kernels):
+class TwoCores(PallasKernels):
     interpret: bool = True
     cores = 2
 
@@ -263,6 +263,30 @@ def test_a_model_with_kernels_equals_one_without(scheme):
         assert_allclose(ours, theirs, atol=atol)
 
 
+@pytest.mark.slow
+def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch):
+    target = TransformerLM(tiny(head_size=SIZE // 2, positions="rotary", num_kv_heads=2))
+    params = {
+        "target_params": drawn_params(target, noise=0.3),
+        "draft_params": drawn_params(target.first(1), noise=0.3),
+    }
+
+    def tokens(kernels, seed=0):
+        model = dataclasses.replace(target, kernels=kernels)
+        pair = Pair(target=model, draft=model.first(1), **params)
+        made = generate(
+            pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed
+        )
+        return [list(each.tokens) for each in made]
+
+    warped, row_by_row = [], PallasKernels.row_by_row
+    monkeypatch.setattr(
+        PallasKernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given)
+    )
+    assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
+    assert warped and {*warped} == {INTERPRETED}
+
+
 def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", said.append)
@@ -346,7 +370,7 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
         ),
         (kernel_cache, "decode_attention", None, "a call with kernels failed: .*callable"),
         (
-            Kernels,
+            PallasKernels,
             "row_by_row",
             lambda self, function, x, numbers: x,
             "warps with kernels move a probability by .*%",
@@ -362,6 +386,6 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
 
 def test_words_for_attention():
     assert {choose_kernels(*words) for words in (("plain",), ("plain", "tpu"), ("auto",))} == {None}
-    assert choose_kernels("kernel", "tpu") == choose_kernels("auto", "tpu") == Kernels()
+    assert choose_kernels("kernel", "tpu") == choose_kernels("auto", "tpu") == PallasKernels()
     with pytest.raises(ValueError, match="weight_order 'cpu' has no kernels"):
         TransformerLM(tiny(), "cpu", INTERPRETED)

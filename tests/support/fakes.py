@@ -51,6 +51,8 @@ class TableLM(LanguageModel):
     vocab_size: int
     max_positions: int | None = None
 
+    takes_trees = True
+
     def init_cache(self, batch, slots):
         return jnp.zeros((batch, slots), jnp.int32)
 
@@ -88,6 +90,8 @@ class LayeredTableLM(LayeredModel):
     vocab_size: int
     num_layers: int = 2
     max_positions: int | None = None
+
+    takes_trees = True
 
     @property
     def width(self):

@@ -12,7 +12,7 @@ from specsamp.models import products
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import dequantise, is_int8
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
@@ -66,7 +66,7 @@ BY_EXPERT = dataclasses.replace(EXPERTS, width=784)
         {},
         {"weight_dtype": "int8"},
         {"experts": BY_EXPERT},
-        {"experts": BY_EXPERT, "kernels": Kernels()},
+        {"experts": BY_EXPERT, "kernels": PallasKernels()},
     ],
     ids=["by width", "int8", "by expert", "by expert, in a kernel"],
 )

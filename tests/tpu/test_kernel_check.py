@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from specsamp.jax_names import pl
 from specsamp.models import kernels as folder
 from specsamp.models.kernels.common import SMALL
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.tpu.kernel_check import CHECKS
 from specsamp.tpu.topology import described_mesh, topology_of
 from support import extras
@@ -44,7 +44,7 @@ def test_a_check_calls_its_kernel_and_the_plain_form_none(check, monkeypatch):
     operands = check.draw()
     jax.eval_shape(functools.partial(check.compute, None), *operands)
     assert not called
-    jax.eval_shape(functools.partial(check.compute, Kernels(interpret=True)), *operands)
+    jax.eval_shape(functools.partial(check.compute, PallasKernels(interpret=True)), *operands)
     assert called == {check.kernel}
 
 
@@ -61,7 +61,7 @@ def test_a_check_compiles_for_a_chip(check):
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), check.draw()
     )
-    compute = jax.jit(functools.partial(check.compute, Kernels()))
+    compute = jax.jit(functools.partial(check.compute, PallasKernels()))
     assert f"/{check.kernel}/" in compute.lower(*shapes).compile().as_text()
 
 

@@ -12,7 +12,7 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import TransformerConfig, chinchilla_70b
 from specsamp.models.interface import Block
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction
@@ -116,7 +116,7 @@ def test_a_layer_moves_its_floor_and_caches_are_donated():
     mesh = described_mesh("v4:2x2x4", rows=8)
 
     def call(layers):
-        model = TransformerLM(chinchilla_70b(num_layers=layers), kernels=Kernels())
+        model = TransformerLM(chinchilla_70b(num_layers=layers), kernels=PallasKernels())
         model = shard_model(model, Layout.tensor_parallel(mesh))
         made = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=8, slots=2048)
         floor, lowered = (
@@ -169,7 +169,9 @@ def test_a_tree_compiles_within_data_shards(shape):
         **dict(head_size=128) | SHAPES[shape],
     )
     mesh = described_mesh("v5e:2x2", 2, num_kv_heads=config.num_kv_heads)
-    model = shard_model(TransformerLM(config, kernels=Kernels()), Layout.tensor_parallel(mesh))
+    model = shard_model(
+        TransformerLM(config, kernels=PallasKernels()), Layout.tensor_parallel(mesh)
+    )
     programs = Programs(
         target=model, draft=model, mesh=mesh, sampling=None, batch=batch, slots=slots
     )

@@ -41,6 +41,10 @@ class ModelDrafter(DrafterHooks, Drafter):
     falls_behind = True
 
     @property
+    def draft_model(self) -> LanguageModel:
+        return self.model
+
+    @property
     def max_positions(self) -> int | None:
         return self.model.max_positions
 

@@ -200,6 +200,10 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         validate.integer("window", self.window, 1, READ_WIDTH)
 
     @property
+    def draft_model(self) -> LanguageModel:
+        return self.model
+
+    @property
     def weights_key(self) -> Any:
         return self.model, self.vocabulary
 

@@ -74,7 +74,7 @@ class TreeDrafter(DrafterHooks):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
-        for model in (target, getattr(self, "model", target)):  # a draft model reads trees, too
+        for model in (target, self.draft_model or target):  # a draft model reads trees, too
             check_model(model, self.tree.width)
 
     def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Step:

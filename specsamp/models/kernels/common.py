@@ -13,6 +13,7 @@ from specsamp.jax_names import pl, pltpu
 LANES = 128  # entries of the last axis that a TPU keeps together
 SMALL = "small"  # the name in compiled programs of the kernels of `in_one_kernel`
 WARPS = "warps"  # and of the warps of a row
+PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 MAX_SMALL = 2**17  # entries of their first operand; with more, XLA's operations take as long
 
 

@@ -15,11 +15,11 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import PAIRED_SIZE, LayerCache
+from specsamp.models.cache import LayerCache
 from specsamp.models.config import TransformerConfig
-from specsamp.models.interface import DeviceLayout
+from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
-from specsamp.models.kernels.common import LANES, MAX_SMALL, WARPS, in_one_kernel
+from specsamp.models.kernels.common import LANES, MAX_SMALL, PAIRED_SIZE, WARPS, in_one_kernel
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
 from specsamp.models.kernels.mix_experts import mix_experts, part_width
 from specsamp.models.positions import align_distances
@@ -31,7 +31,7 @@ ATTENTION = ("auto", "plain", "kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
+class PallasKernels(Kernels):
     """Says how a model calls kernels; static.
 
     Calls of many tokens, which read prompts, do without kernels; so do all caches whose slots are
@@ -52,8 +52,7 @@ class Kernels:
         device = jax.devices()[0] if self.layout is None else self.layout.mesh.devices.flat[0]
         return getattr(device, "num_cores", None) or 1
 
-    def for_heads(self, head_size: int) -> Kernels | None:
-        """Returns the kernels, or None if they do not take heads of this size."""
+    def for_heads(self, head_size: int) -> PallasKernels | None:
         if head_size % LANES and head_size != PAIRED_SIZE:
             say_once(
                 f"attention is not a kernel: heads of {head_size} entries are neither "
@@ -61,6 +60,9 @@ class Kernels:
             )
             return None
         return self
+
+    def pairs_heads(self, head_size: int) -> bool:
+        return head_size == PAIRED_SIZE
 
     def take(self, num_slots: int, length: int, group: int = 1) -> bool:
         """Returns whether kernels do a call of ``length`` tokens, with ``group`` queries for each
@@ -180,7 +182,7 @@ class Kernels:
         return mix(x_RD, logits_RE, stacked, first, interpret=self.interpret)
 
 
-def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
+def choose_kernels(attention: str, backend: str | None = None) -> PallasKernels | None:
     """Returns the kernels for a value of `ATTENTION`; "auto" has kernels on a TPU, see
     `specsamp.mesh.sharded.with_attention`.
 
@@ -194,7 +196,7 @@ def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None
     validate.choice("attention", attention, ATTENTION)
     if attention == "kernel" and backend != "tpu":
         raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose plain")
-    return Kernels() if attention != "plain" and backend == "tpu" else None
+    return PallasKernels() if attention != "plain" and backend == "tpu" else None
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 from specsamp.compilation_cache import use_compilation_cache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.kernels.common import LANES
-from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p, with_kernels
 
@@ -26,7 +26,7 @@ NEAR = {"float32": 1e-3, "bfloat16": 0.07}
 
 
 @functools.cache
-def reason_for_plain(config: TransformerConfig, kernels: Kernels) -> str:
+def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
     """Returns why a model of this shape does without kernels here; an empty text if it can have
     them.
 

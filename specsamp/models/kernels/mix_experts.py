@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.jax_names import pl, pltpu
+from specsamp.models.config import ACTIVATIONS
 from specsamp.models.int8 import Int8Weight, is_int8
 from specsamp.models.kernels.common import einsum_in_float32, in_hbm
-from specsamp.models.modules import ACTIVATIONS
 
 Array = jax.Array
 
