@@ -2,8 +2,8 @@
 
 from specsamp import Pair, generate, chain, temperature, top_p
 
-The public names are in ``__init__.pyi``. A name is imported when it is first used, so that a
-program pays only for what it needs.
+The public names are in ``__init__.pyi``. A name is imported on first use, so that a program
+loads only the modules that it uses.
 """
 
 import ast
@@ -15,9 +15,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# JAX starts libtpu wherever it is installed, for example for compile reports. Without a TPU it
-# complains that it finds neither a name for the machine nor the cloud's metadata server, so it gets
-# a name. It has to be there before JAX starts.
+# JAX starts libtpu if it is installed, for example for compile reports. Without a TPU, libtpu
+# prints errors about the machine's missing name and metadata server, so these variables have a
+# name. They must be set before JAX starts.
 if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")

@@ -1,5 +1,5 @@
-"""The installed command: ``specsamp demo`` is launch/demo.py, of this checkout or of the copy that
-a wheel brings along.
+"""The installed command: ``specsamp demo`` is launch/demo.py, of this checkout or of the copy in
+a wheel.
 
 specsamp                                       # lists the commands
 specsamp plan --help

@@ -10,7 +10,7 @@ from absl import logging
 
 
 def use_compilation_cache() -> str | None:
-    """Keeps compiled programs on disk between processes, unless JAX was told where (or not) to.
+    """Keeps compiled programs on disk between processes, in JAX's own folder if one is set.
 
     Returns:
       The folder: that of ``JAX_COMPILATION_CACHE_DIR`` or ``jax_compilation_cache_dir`` if set,

@@ -5,7 +5,7 @@ not see.
     doctor.check()    # at the top of a notebook: raises with the fix
 
 ``specsamp doctor`` prints all findings, also about a pair. (A jaxlib that JAX refuses ends every
-import; JAX says so.)
+import, with JAX's message.)
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from specsamp import machine
 from specsamp.compilation_cache import find_compilation_cache
 
 TPU, GPU = ("libtpu",), ("jax-cuda12-plugin", "jax-cuda13-plugin")
-PLUGINS = ("jaxlib", *TPU, *GPU)  # whose versions JAX itself names
+PLUGINS = ("jaxlib", *TPU, *GPU)  # packages whose versions JAX requires
 LEAST_FREE_BYTES = 2 << 30
-USABLE = 0.9  # of a device's memory, by weights: caches and temporaries take the rest
+USABLE = 0.9  # share of memory for weights, besides caches and temporaries
 GATED = ("meta-llama/", "google/gemma", "mistralai/")  # checkpoints whose licence is accepted first
 
 
@@ -55,9 +55,9 @@ class Facts:
     """Facts about a machine.
 
     Attributes:
-      versions: of JAX and its plugins, as far as they are installed.
-      required: for each of these, the versions that JAX requires, such as ``==0.0.50.*``.
-      has_tpu, has_gpu: whether the machine has one, also where JAX does not see it.
+      versions: of JAX and its installed plugins.
+      required: the versions of each that JAX requires, for example ``==0.0.50.*``.
+      has_tpu, has_gpu: whether the machine has one, also if JAX does not see it.
       platform: of the devices that JAX sees.
       failed: why JAX did not start; empty where it did.
       asked_platforms: ``JAX_PLATFORMS``; empty: all.
@@ -87,7 +87,7 @@ class Wanted:
 
     Attributes:
       devices: of its mesh.
-      weights_bytes: bytes of weights on each device; None: known only when the files are read.
+      weights_bytes: bytes of weights on each device; None: unknown before the files are read.
       from_hub: the names of its checkpoints that lie on the hub.
     """
 

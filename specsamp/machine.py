@@ -67,7 +67,7 @@ def host_facts() -> dict[str, Any]:
     """Returns the CPU's model, cores of this process, memory in GiB, the platform, and a hashed id
     of the machine.
 
-    The id tells two equal machines apart. It is a hash of the operating system's id; None where the
+    The id distinguishes equal machines. It is a hash of the operating system's id; None where the
     system has none.
     """
     return {
@@ -95,9 +95,7 @@ def instructions() -> list[str]:
 
 
 def cpu_flags() -> list[str]:
-    """Returns everything that the CPU says it can do, by its kernel's names; empty where no kernel
-    says it.
-    """
+    """Returns the CPU's features by their names in Linux; empty on other systems."""
     return (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
 
 

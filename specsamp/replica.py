@@ -29,7 +29,7 @@ class Replica:
         """Returns the replica of "i/N", counted from 0, or of None, the run that takes everything.
 
         Raises:
-          ValueError: it is no such text.
+          ValueError: the text has another form.
         """
         if text is None:
             return cls()
@@ -47,7 +47,7 @@ class Replica:
         return self.count == 1
 
     def part(self, items: Mapping[int, T], name: str) -> dict[int, T]:
-        """Returns the items whose id leaves ``index`` when it is divided by ``count``.
+        """Returns the items whose id is ``index`` modulo ``count``.
 
         Args:
           items: by their ids.
@@ -65,7 +65,7 @@ class Replica:
         return found
 
     def file(self, path: str | os.PathLike) -> str:
-        """Returns the replica's own file beside ``path``: "a.replica-0-of-2.json" for "a.json"."""
+        """Returns the replica's own file for ``path``: "a.replica-0-of-2.json" for "a.json"."""
         if self.is_whole:
             return os.fspath(path)
         place = storage.place(path)
@@ -74,7 +74,7 @@ class Replica:
 
 
 def files_of(path: str | os.PathLike) -> list[epath.Path]:
-    """Returns ``path`` and the files of replicas beside it that exist, in order of their names."""
+    """Returns ``path`` and the files of its replicas, if they exist, in order of their names."""
     path = storage.place(path)
     if not path.parent.is_dir():
         return []

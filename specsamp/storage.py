@@ -27,7 +27,7 @@ def place(path: str | os.PathLike) -> epath.Path:
     """Returns ``path`` as a path on a disk or in a bucket; ``~`` is the user's home.
 
     Raises:
-      ValueError: a scheme that is not known, or whose library is not installed.
+      ValueError: the scheme is unknown, or its library is not installed.
     """
     text = validate.path("a file", path)
     if "://" in text and not text.startswith(BUCKETS):
@@ -48,7 +48,7 @@ def place(path: str | os.PathLike) -> epath.Path:
 
 
 def is_stream(path: str | os.PathLike) -> bool:
-    """Returns whether ``path`` is a device such as /dev/null or an open stream such as /dev/stdout.
+    """Returns whether ``path`` is a device (/dev/null) or an open stream (/dev/stdout).
 
     Such a path is written to directly, and nothing is ever read from it.
     """
@@ -87,9 +87,9 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
     """Writes all of ``content`` or nothing, creating the folder: a reader, or a crash, never sees
     half a file.
 
-    A new file gets the permissions that the umask leaves; a file that is replaced keeps its
-    permissions. A symbolic link stays, and its target is replaced. A device or a stream, see
-    `is_stream`, is written to as it is.
+    A new file gets the permissions of the umask; a replaced file keeps its permissions. A symbolic
+    link stays, and its target is replaced. A device or a stream, see `is_stream`, is written to as
+    it is.
 
     Raises:
       OSError: it cannot be written, or something is there that is no regular file.
@@ -117,7 +117,7 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
         with open(handle, "wb") as file:
             file.write(content)
             file.flush()
-            # Or a crash of the machine could leave an empty file under the new name.
+            # Otherwise the file may be empty after a crash of the machine.
             os.fsync(file.fileno())
         if os.path.exists(target):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
@@ -129,10 +129,10 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock on ``path`` while the block runs; other processes wait for it.
+    """Holds a lock on ``path`` during the block; other processes are blocked.
 
-    The lock is a file beside ``path``, and is removed afterwards. It holds between processes of one
-    machine, and on shared disks that support ``flock``. A bucket and a stream have no lock: there
+    The lock is a file in the folder of ``path``, removed afterwards. It holds between processes of
+    a machine, and on shared disks that support ``flock``. A bucket and a stream have no lock: there
     the last of two writers wins.
 
     Raises:
@@ -188,7 +188,7 @@ def read_text(path: str | os.PathLike) -> str:
     """Returns the text of a file.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: it is no regular file (a pipe would be waited for), or is not UTF-8; the message
         names it.
     """
@@ -205,7 +205,7 @@ def read_json_value(path: str | os.PathLike) -> Any:
     """Returns the value in a JSON file: an object, a list or anything else.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: as `read_text`, or it holds no JSON, or JSON that is nested too deep to be read.
     """
     text = read_text(path)
@@ -219,7 +219,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Returns the JSON object that a file holds.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: as `read_json_value`, or the value is no object.
     """
     content = read_json_value(path)
@@ -229,8 +229,8 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a text for each value of two JSON objects that differs, such as "train.seed was 0, is
-    1"; None is absent.
+    """Returns a text for each different value of two JSON objects, for example "train.seed was 0,
+    is 1"; None is absent.
     """
     before, now = flat(before), flat(now)
     return [
@@ -241,7 +241,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Returns the values of a JSON object, those of an object within it as ``group.field``."""
+    """Returns the values of a JSON object by name, in an inner object ``group.field``."""
     if not isinstance(tree, Mapping):
         return {name: tree}
     return {

@@ -20,7 +20,7 @@ def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
     not.
 
     Raises:
-      ValueError: it is no such integer.
+      ValueError: it is not an integer in this range.
     """
     try:
         number = operator.index(value)
@@ -58,7 +58,7 @@ def number(
     """Returns ``value`` as a finite float in [least, most]; with ``above``, in (least, most].
 
     Raises:
-      ValueError: it is no such number; booleans and texts are refused.
+      ValueError: it is not a number in this range; booleans and texts are refused.
     """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
         value, bool

@@ -1,4 +1,4 @@
-"""What a caller of a service gets: the chunks of an answer as they come, or why there are none."""
+"""Answers of a service: the chunks of their texts, or the reason of a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specsamp.serving.scores import Scores
 
 
 class Busy(Exception):
-    """Too many texts wait already."""
+    """The queue is full."""
 
 
 class TooLong(ValueError):
@@ -36,10 +36,10 @@ class Answer:
     Attributes:
       requests: of the call, in order of prompts and samples.
       is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
-      client: whose it is.
-      is_scored: whether the last chunk of each text waits for `scores`, those of its request.
-      number: by which the processes of a mesh name it; None: one process has it alone.
-      has_left: whether the caller takes no more.
+      client: name of the caller.
+      is_scored: whether the last chunk of each text is delivered after its ``scores``.
+      number: its name in all processes; None: there is one process.
+      has_left: whether the caller has cancelled it.
       is_over: whether nothing more is delivered, so that the rows are free.
       first: when the first token was written, by `time.monotonic`; None before.
     """
@@ -56,17 +56,16 @@ class Answer:
     first: float | None = None
 
     def cancel(self) -> None:
-        """Says, from any thread, that the caller has left; the rows are free after the slice.
+        """Cancels the answer, from any thread; the rows are free after the slice.
 
-        Where several processes decode, they free the rows together, after the first has told the
-        others.
+        Several processes free the rows together, after the next broadcast of process 0.
         """
         self.has_left = True
         if self.number is None:
             self.is_over = True
 
     def send(self, what: Chunk | Failed) -> None:
-        """Delivers a chunk or the reason of a failure; a caller that raises has left."""
+        """Delivers a chunk or the reason of a failure; cancels the answer if the caller raises."""
         if self.is_over:
             return
         if isinstance(what, Failed):
@@ -88,12 +87,12 @@ class Answer:
 
 
 class News(NamedTuple):
-    """Holds what the first of several processes tells the others before a slice.
+    """The message of process 0 to the other processes before a slice.
 
     Attributes:
       answers: new ones, with their requests.
-      left: numbers of the answers whose callers have left.
-      closed: why the service ends; None: it goes on.
+      left: numbers of the cancelled answers.
+      closed: the reason why the service ends, or None.
     """
 
     answers: list[Answer]

@@ -1,6 +1,4 @@
-"""Compiles programs in a thread of its own, so that what runs goes on; and names the programs of a
-batch.
-"""
+"""Compiles programs in a background thread, during decoding; names the programs of a batch."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ class Background:
     """
 
     def __init__(self, prepare: Callable[[Hashable], None], *, in_thread: bool):
-        """Takes what prepares a thing; without ``in_thread``, whoever asks first does the work."""
+        """Takes the function that prepares a thing; without ``in_thread``, `is_ready` calls it."""
         self.notify: Callable[[], None] = lambda: None
         self._prepare = prepare
         self._thread = ThreadPoolExecutor(1, "specsamp compiler") if in_thread else None
@@ -58,7 +56,7 @@ class Background:
         self._ready: set[Hashable] = set()
 
     def is_ready(self, thing: Hashable) -> bool:
-        """Returns whether a thing is ready; who asks first has it prepared."""
+        """Returns whether a thing is ready; the first call has it prepared."""
         if thing not in self._asked and self._thread is None:
             self.make(thing)
         elif thing not in self._asked:
@@ -74,14 +72,14 @@ class Background:
             self._ready.add(thing)
 
     def close(self) -> None:
-        """Waits for the end of what is being prepared; nothing else is begun."""
+        """Waits for the end of the current preparation, and begins no other."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
     def _make_in_thread(self, thing: Hashable) -> None:
         try:
             self._prepare(thing)
-        except Exception:  # who uses it meets the error again, and answers for it
+        except Exception:  # its use raises the error again
             logging.exception("%s was not compiled", thing)
         self._ready.add(thing)
         self.notify()

@@ -2,21 +2,19 @@
 (`Service`).
 
 The loop stays on the device until rows have ended. Their texts are fetched, the next prompts are
-read and written over their rows, and the other rows go on unchanged
+read and written over their rows, and the other rows stay unchanged
 (`specsamp.decoding.batch_rows`). Sampling, noise, budget and stop tokens of a row are data, so
-requests of different callers share a batch and its programs. Requests are decoded in the order in
-which they came.
+requests of different callers share a batch and its programs. Requests are decoded in order of
+arrival.
 
-The batch of a call has all its rows from the start. That of a service follows its requests: a lone
-text is not decoded at the cost of all rows, nor a short text at that of the whole context. Rows per
-data shard and slots are powers of two. A size is compiled when requests first want it, in the
-background, while the batch goes on in its present size; a text that has outgrown its slots
-meanwhile waits beside the batch.
+The batch of a call has all its rows from the start. The batch of a service follows its requests: a
+lone text is not decoded at the cost of all rows, nor a short text at the cost of the whole context.
+Rows per data shard and slots are powers of two. A size is compiled on first use, in the background,
+while decoding continues in the present size; a text that outgrows its slots meanwhile is preempted.
 
-A prompt of any length is read by the same few programs; in a service in chunks, between slices.
-What a row holds of it already, of a text that runs or has ended, is copied instead of read: the
-memory of a batch is that of its rows, of the rows that are being read, and of both sizes for the
-moment in which it changes.
+A prompt of any length is read by the same few programs; in a service in chunks, between slices. A
+prefix that a row's cache already holds is copied instead of read. The memory of a batch is that of
+its rows, of the rows that are being read, and of both sizes during a change of size.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ from specsamp.serving.learner import Learner
 from specsamp.serving.scores import Scores, score
 
 SMALLEST_SLOTS = 256
-PATIENCE = 16  # slices in which a smaller batch would do, before it shrinks
-LEAST_COPIED = 4  # tokens of a prompt: fewer are read anew, in less time
-# The most of a row's rounds that pass between a string that ends its text and the next look for it.
+PATIENCE = 16  # number of slices that fit a smaller batch before it shrinks
+LEAST_COPIED = 4  # tokens; shorter prefixes are read again, which is faster
+# The most rounds of a row between a stop string and its discovery.
 LOST = 0.05
 
 
@@ -51,10 +49,10 @@ class Usage:
     """Counts the rounds in which rows were busy: in which they emitted tokens that are kept.
 
     Attributes:
-      rows: of the batch.
-      slices: runs of the loop.
-      rounds: of the loop.
-      busy: the sum over rounds of the rows that were busy.
+      rows: number of rows of the batch.
+      slices: number of runs of the loop.
+      rounds: number of rounds of the loop.
+      busy: the sum over rounds of the busy rows.
     """
 
     rows: int
@@ -72,20 +70,19 @@ class Usage:
 
 
 class Batch:
-    """Holds the rows of a batch, the requests that they decode, and the requests that wait for
-    them.
+    """The rows of a batch, their requests, and the queue.
 
     A slice is `fill`, `run` and `collect`.
 
     Attributes:
-      usage: of the rows so far.
-      waiting: requests, in the order in which they began to wait; the caller adds to it.
+      usage: counts of the rows.
+      waiting: the queue of requests; the caller adds to it.
       reading: requests whose prompts are being read.
       running: the request that each row decodes, or None.
-      size: of the batch now.
-      programs: what is compiled: each `Size`, `Resize`, `Chunks` and `ScoreChunks`.
-      tokens_read, tokens_copied: of prompts so far.
-      outgrown: how often a text has waited for more slots.
+      size: the present size.
+      programs: the compiled programs: each `Size`, `Resize`, `Chunks` and `ScoreChunks`.
+      tokens_read, tokens_copied: numbers of prompt tokens.
+      outgrown: number of texts that were preempted for more slots.
     """
 
     def __init__(
@@ -104,9 +101,8 @@ class Batch:
           rows: the most rows; rounded up to a multiple of the data shards.
           rounds: the most rounds of a slice. None: the size is always the largest, and prompts are
             read whole.
-          in_background: whether sizes are compiled while the batch goes on.
-          together: where so many rows of each data shard are free and prompts wait for them, they
-            are read in one call.
+          in_background: whether sizes are compiled during decoding.
+          together: number of prompts that are read in one call, per data shard.
         """
         self._shards, self._engine, self._rounds = engine.pair.shards, engine, rounds
         most = -(-rows // self._shards.count)
@@ -127,33 +123,33 @@ class Batch:
         self._engines = {engine.slots: engine}
         self._draft_params: Any = None  # other than the pair's
         self._state: DecodeState | None = None
-        self._reader: Iterator[int] | None = None  # reads the prompts of these requests
-        # Shards and rows of texts that have outgrown theirs.
+        self._reader: Iterator[int] | None = None  # the reader of these requests' prompts
+        # Shards and states of preempted texts.
         self._aside: dict[Request, tuple[int, DecodeState]] = {}
-        self._lengths: dict[Request, int] = {}  # of running texts, prompts included
+        self._lengths: dict[Request, int] = {}  # lengths of running texts with their prompts
         # The tokens of each row, the last used row last.
         self._held: dict[int, tuple[int, ...]] = {}
-        # Begun before the draft last learned, see `learn`.
+        # Rows from before the last update of the draft, see `learn`.
         self._not_copied: set[Request | None] = set()
-        self._calm = 0  # slices in which a smaller size would have done
-        self._ended = self._rounds_of_ended = 0  # texts, and their rounds
+        self._calm = 0  # number of slices that fit a smaller size
+        self._ended = self._rounds_of_ended = 0  # finished texts and their rounds
         self._lay_out(self._sizes[0])
 
     @property
     def busy(self) -> int:
-        """Returns how many rows decode a text."""
+        """Returns the number of rows that decode a text."""
         return len(self.running) - self.running.count(None)
 
     def compile(self) -> None:
-        """Compiles what the first requests need; the rest follows when it is wanted."""
-        self._with_slots(self._sizes[0].slots)  # once, before two threads look for it
+        """Compiles the smallest size; larger sizes are compiled on first use."""
+        self._with_slots(self._sizes[0].slots)  # once, before two threads read it
         # On a mesh in one order.
         with ThreadPoolExecutor(2 if self._shards.mesh is None else 1) as threads:
             list(threads.map(self.programs.make, (self._sizes[0], Chunks(self._sizes[0].slots))))
 
     def fill(self) -> None:
-        """Fits the size, gives free rows to waiting requests, and reads their prompts; of long ones
-        two chunks in a slice.
+        """Fits the size, gives free rows to queued requests, and reads their prompts, at most two
+        chunks in a slice.
         """
         self._begin()
         if not self.reading:
@@ -171,8 +167,8 @@ class Batch:
         """Starts a slice: until as many rows have ended as there are data shards, or its rounds are
         over.
 
-        A string that ends a text is found half a slice late, on average, so slices are short where
-        such texts are.
+        A stop string is found half a slice late, on average, so slices are short while a request
+        has one.
         """
         requests = [request for request in self.running if request is not None]
         max_rounds = MANY_ROUNDS if self._rounds is None else self._rounds
@@ -193,11 +189,11 @@ class Batch:
 
         Args:
           read: returns the text in a row of a state, as `Engine.text` does; None frees the row.
-          always: whether texts are read where no row has ended and no string ends texts; else only
-            counts travel to the host then.
+          always: whether texts are read although no row has ended and no request has stop strings;
+            otherwise only counts are copied to the host then.
 
         Returns:
-          The requests that were running, with their texts; nothing where no text was read.
+          The requests that were running, with their texts; nothing if no text was read.
         """
         stats = to_host((self._state.stats.rounds_B, self._state.finish_B, self._state.lengths_B))
         rounds_B, finish_B, lengths_B = (array.tolist() for array in stats)
@@ -209,7 +205,7 @@ class Batch:
         rounds = [rounds_B[place] - request.rounds for place, request in running]
         for place, request in running:
             request.rounds, self._lengths[request] = rounds_B[place], lengths_B[place]
-            # Before its first round a row cannot be read on: heads keep a chunk's last feature.
+            # Before its first round a row cannot be extended: heads keep a chunk's last feature.
             if request.rounds:
                 self._hold(place, request.prompt[: held_B[place]])
         found, lost, late = [], 0, np.zeros(len(self.running), bool)
@@ -237,34 +233,32 @@ class Batch:
         return found
 
     def learn(self, learner: Learner, tokens: Sequence[int]) -> None:
-        """Hands a text that has ended to a learner, and takes the draft's parameters that it
-        returns.
-        """
+        """Calls a learner with a finished text, and uses the draft parameters that it returns."""
         params = learner(tokens)
         if params is not None:
             self._draft_params, self._engine = params, self._engine.with_draft(params)
-            # The others follow when they are wanted.
+            # Other sizes are compiled on first use.
             self._engines = {self._engine.slots: self._engine}
             # Rows keep the draft's caches of former parameters. That is exact, since a proposal is
-            # verified with the probabilities that it was drawn with. But copied from text to text,
-            # such caches would never be renewed.
+            # verified with the probabilities it was drawn with. But if they were copied on and on,
+            # the caches would never be renewed.
             self._held.clear()
             self._not_copied = {*self.running, *self.reading, *self._aside}
 
     def free(self) -> None:
-        """Gives the memory of the caches back; nothing may be running."""
+        """Frees the memory of the caches; nothing may be running."""
         self._state = None
         self._lay_out(self._sizes[0])
 
     def unread(self) -> list[Request]:
-        """Gives up the prompts that are being read, and returns their requests."""
+        """Stops reading prompts, and returns their requests."""
         self._reader, requests, self.reading = None, self.reading, []
         return requests
 
     # The size.
 
     def _lay_out(self, size: Size) -> None:
-        """Takes a size for a batch in which nothing runs."""
+        """Sets the size of an empty batch."""
         self.size, self._per_shard = size, size.rows
         self.running = [None] * (size.rows * self._shards.count)
         self._held.clear()
@@ -276,7 +270,7 @@ class Batch:
             self._state = self._engine.blank(len(self.running))
 
     def _with_slots(self, slots: int) -> Engine:
-        engines = self._engines  # first: `learn` replaces them while another thread compiles
+        engines = self._engines  # `learn` may replace them during compilation
         if slots not in engines:
             engine = self._engine.with_slots(slots)
             engines[slots] = (
@@ -301,9 +295,7 @@ class Batch:
         return Size(rows, max(map(self._slots_for, requests), default=self._all_slots[0]))
 
     def _fit(self) -> None:
-        """Gives the batch the size that all requests want, or that those want which its slots are
-        enough for.
-        """
+        """Resizes for all requests, or only for the requests that fit the present slots."""
         self._aside = {
             request: row for request, row in self._aside.items() if request in self.waiting
         }
@@ -361,7 +353,7 @@ class Batch:
     # Reading.
 
     def _take_next(self) -> bool:
-        """Resumes a waiting text, or begins to read prompts; returns False where no row or request
+        """Resumes a preempted text, or begins to read prompts; returns False if no row or request
         is left.
         """
         shards, width = self._shards.count, self._widths[-1]
@@ -386,14 +378,14 @@ class Batch:
                     if request not in self._aside:
                         at = shard * width + turn
                         places[at], requests[at] = free[shard].pop(0), request
-                        self.reading.append(request)  # first: others count texts at any moment
+                        self.reading.append(request)  # first: other threads count texts
                         self.waiting.remove(request)
                         break
         self._reader = self._read(requests, places)
         return bool(self.reading)
 
     def _resume(self, request: Request, place: int) -> None:
-        """Writes the row of a text that was put aside into the batch."""
+        """Writes the row of a preempted text into the batch."""
         shard, rows = self._aside.pop(request)
         arrays = self._engine.arrays(
             [request if each == shard else None for each in range(self._shards.count)]
@@ -405,10 +397,10 @@ class Batch:
         self.waiting.remove(request)
 
     def _read(self, requests: list[Request | None], places: list[int | None]) -> Iterator[int]:
-        """Reads prompts, as many of each data shard, after what rows hold of them; yields the
-        tokens of each call.
+        """Reads prompts after their cached prefixes, as many in each data shard; yields the number
+        of tokens of each call.
 
-        A prompt that is read to its end begins in its row, of ``places``.
+        After its last chunk, a prompt is decoded in its row, of ``places``.
         """
         slots, width = self.size.slots, len(requests) // self._shards.count
         held = [self._longest_prefix(at // width, request) for at, request in enumerate(requests)]
@@ -435,7 +427,7 @@ class Batch:
             ]
             chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
             counts = [1] if self._rounds else [-(-most // chunk) for most, _ in left]
-            # All rows have as many calls, of which the last must not end beyond the slots of any
+            # All rows have as many calls; the last must not end beyond the slots of any
             # row.
             fits = max(starts) + max(counts) * chunk <= slots
             calls = max(counts) if fits else min(counts)
@@ -464,9 +456,7 @@ class Batch:
             yield chunk
 
     def _longest_prefix(self, shard: int, request: Request | None) -> tuple[int, int]:
-        """Returns the row that holds most of a prompt, and how many tokens of it need not
-        be read.
-        """
+        """Returns the row with the longest prefix of a prompt, and the length of the prefix."""
         best = self._places(shard)[0], 0
         if request is None or len(request.prompt) + self._chunks[0] > self.size.slots:
             return best
@@ -494,21 +484,21 @@ class Batch:
         ]
 
     def _empty(self, place: int) -> None:
-        """Writes a row that has ended, and holds nothing, over a row of the batch."""
+        """Writes an empty row, which has ended, over a row of the batch."""
         self._hold(place, ())
         self._state = self._engine.insert(
             self._state, self._engine.blank(self._shards.count), self._only(place)
         )
 
     def _hold(self, place: int, tokens: Sequence[int]) -> None:
-        """Notes the tokens of a row that others may copy."""
+        """Records the tokens of a row, a prefix for later prompts."""
         self._held.pop(place, None)
         self._held[place] = () if self.running[place] in self._not_copied else tuple(tokens)
 
     # Programs.
 
     def score(self, tokens: Sequence[int]) -> Iterator[Scores | None] | None:
-        """Begins to score a text; None: its programs are not compiled yet."""
+        """Returns the steps that score a text; None: their programs are not compiled yet."""
         calls = (
             ScoreChunks(slots, size) for size in reversed(self._chunks) for slots in self._all_slots
         )

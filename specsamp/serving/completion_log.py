@@ -1,4 +1,4 @@
-"""A file of completions: a line of JSON each, written as they end. A killed run goes on from it."""
+"""A file of completions, a line of JSON each, with which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from specsamp.decoding.results import Completion, RowStats
 from specsamp.mesh.distributed import from_first
 from specsamp.replica import Replica, files_of
 
-BUCKET_SECONDS = 30  # between writes to a bucket, where a file cannot be appended to
+BUCKET_SECONDS = 30  # interval of writes to a bucket, whose files cannot be appended to
 OF_THE_PART = ("prompts", "requests")  # values of a call that differ between replicas
 
 
 class CompletionLog:
-    """Completions in a file, local or in a bucket. Of several processes the first reads and writes
-    it.
+    """Completions in a file, local or in a bucket. Process 0 reads and writes it.
 
-    The first line describes the call; a file of another call is refused. A line that was cut short
-    when a process ended is dropped, and its completion is decoded again. One run at a time writes a
-    file. A replica writes a file of its own, and every run takes over what files of replicas beside
-    its own hold of its requests.
+    The first line describes the call; a file of another call is refused. An incomplete last line is
+    dropped, and its completion is decoded again. One run at a time writes a file. A replica writes
+    a file of its own, and every run uses the completions of its requests in all replicas' files.
 
     Attributes:
       completions: of the files, by prompt and sample.
@@ -49,8 +47,8 @@ class CompletionLog:
 
         Args:
           path: the file of a run without replicas.
-          identity: values that must be the same for a run to go on, besides the call; as JSON.
-            Default: `digest_of_pair`, which reads all parameters.
+          identity: further JSON values that must be the same when a run resumes. Default:
+            `digest_of_pair`, which reads all parameters.
           replica: which of several runs this is.
         """
         self._family = storage.place(validate.path("log", path))
@@ -65,8 +63,8 @@ class CompletionLog:
         until `close`.
 
         Raises:
-          ValueError: another call began a file (the message lists the differences), it is no file
-            of completions, or another run is writing it.
+          ValueError: the file is of another call (the message lists the differences), is not a
+            file of completions, or is being written by another run.
           OSError: it cannot be written.
         """
         identity = (
@@ -105,7 +103,7 @@ class CompletionLog:
             self._lock = lock.pop_all()
 
     def _read_others(self, call: Mapping[str, Any]) -> dict[tuple[int, int], Completion]:
-        """Returns the completions of requests that only the files of other replicas hold."""
+        """Returns the completions that only the files of other replicas have."""
         shared = {name: value for name, value in call.items() if name not in OF_THE_PART}
         missing = {
             told["request"]: key
@@ -113,7 +111,7 @@ class CompletionLog:
             if key not in self.completions
         }
         found = {}
-        # Where each machine has a disk of its own, only the first process sees the files.
+        # If each machine has its own disk, only process 0 reads the files.
         names = from_first(
             lambda: [os.fspath(one) for one in files_of(self._family) if one != self.path]
         )
@@ -129,13 +127,13 @@ class CompletionLog:
         return found
 
     def add(self, completion: Completion) -> None:
-        """Writes a completion; on a disk it is there when this returns."""
+        """Writes a completion; a local disk has it when this returns."""
         self.completions[completion.prompt_index, completion.sample_index] = completion
         if self._lines is not None:
             self._lines.add(self._line(completion) + "\n")
 
     def close(self) -> None:
-        """Writes completions that a bucket lacks, and leaves the file to other runs."""
+        """Writes the last completions to a bucket, and unlocks the file."""
         with self._lock:
             if self._lines is not None:
                 self._lines.flush()
@@ -151,7 +149,7 @@ class CompletionLog:
 
 
 def _read(path: epath.Path) -> list[str]:
-    """Returns the whole lines of a file; none if it is not there, or no line of it was finished."""
+    """Returns the complete lines of a file; none if the file does not exist."""
     if not path.exists():
         return []
     *lines, _ = storage.read_text(path).split("\n")
@@ -212,9 +210,7 @@ def digest_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
 def describe_requests(
     engine: Engine, requests: Sequence[Request], digests: Sequence[str]
 ) -> dict[str, Any]:
-    """Describes everything besides the weights that the completions depend on; equal requests have
-    equal descriptions.
-    """
+    """Describes everything but the weights that the completions depend on."""
     method, first = engine.method, requests[0]
     count = len({request.prompt_index for request in requests})
     adaptive = {} if method.adaptive is None else {"adaptive": repr(method.adaptive)}

@@ -47,7 +47,7 @@ from specsamp.serving.statistics import Statistics
 
 JSON = "application/json"
 PAGE = pathlib.Path(__file__).with_name("page.html")
-# The page may load nothing from elsewhere, and nobody may show it inside another.
+# The page may load nothing from elsewhere, and no other page may embed it.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -73,12 +73,12 @@ class Endpoint:
         `request_warps.make_warp`.
       model: the name of the pair for clients.
       has_chat: whether the tokenizer has a chat template.
-      keys: of which requests must bear one; none: no key is checked.
-      max_body: bytes of a request.
-      timeout: seconds that a client has to send its request, and to take each chunk of its answer.
-      most: requests at a time; others are told to come later. None: any number.
-      say: takes a line about each request.
-      statistics: of all requests, which `/metrics` shows.
+      keys: accepted keys; none: no key is checked.
+      max_body: the most bytes of a request.
+      timeout: seconds for a client to send its request, and to read each chunk of its answer.
+      most: concurrent requests; more are refused with status 503. None: any number.
+      say: called with a line about each request.
+      statistics: the counts of `/metrics`.
     """
 
     service: Service
@@ -119,9 +119,7 @@ class Endpoint:
         return _Watch(app, self)
 
     async def page(self, request: Request) -> Response:
-        """Replies with a page that shows a text being written; it asks with the key that a person
-        gives it.
-        """
+        """Replies with a page that shows a text while it is decoded; a person enters the key."""
         headers = {"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"}
         return Response(PAGE.read_bytes(), 200, headers, "text/html; charset=utf-8")
 
@@ -146,7 +144,7 @@ class Endpoint:
         )
 
     async def health(self, request: Request) -> Response:
-        """Replies how busy the rows are, counted since the start."""
+        """Replies with the counts of busy rows since the start."""
         batch, unfinished = self.service.batch, self.service.unfinished
         rows = {"rows": batch.usage.rows, "busy_rows": batch.busy, "unfinished_texts": unfinished}
         counts = {
@@ -277,8 +275,8 @@ class Endpoint:
         return bytes(body)
 
     def _check_key(self, request: Request) -> str:
-        """Returns whose request it is: the key's where there are several, else the address's;
-        raises `ApiError`.
+        """Returns the name of the client: of its key if there are several, else its address; raises
+        `ApiError` for a wrong key.
         """
         address = request.client.host if request.client else ""
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -298,12 +296,12 @@ class Endpoint:
 
 
 class _Watch:
-    """Counts and logs each request of an application; refuses one too many at a time, and one of
-    two lengths.
+    """Counts and logs each request of an application; refuses requests beyond the limit, and
+    requests with two lengths.
 
-    Where a proxy takes the length of a body from one header and this server from another, a part of
-    the body is a request that the proxy has not seen. So the connection is closed, and nothing
-    behind such a request is read.
+    If a proxy reads the length of a body from one header and this server from another, a part of
+    the body is a request that the proxy has not seen. So the connection is closed, and the bytes
+    behind the request are not read.
     """
 
     def __init__(self, app: Starlette, endpoint: Endpoint):
@@ -356,7 +354,7 @@ class _Watch:
 
 
 class _Answering(Response):
-    """Sends an answer as it comes, and drops it when the client leaves or does not read."""
+    """Streams an answer, and cancels it when the client disconnects or does not read."""
 
     def __init__(self, answer: Answer, reply: Reply, chunks: asyncio.Queue, timeout: float):
         super().__init__()

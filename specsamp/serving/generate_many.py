@@ -24,9 +24,9 @@ from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.learner import Learner, check_learner
 
 DEFAULT_ROWS = 8
-# Prompts of a data shard that are read in one call, where so many wait and rows are free.
+# Prompts of a data shard that are read in one call, if as many rows are free.
 TOGETHER = 4
-MAX_TEXTS = 1 << 22  # of a call: the host holds a request for each
+MAX_TEXTS = 1 << 22  # the most completions of a call: each has a request on the host
 
 
 def generate_many(
@@ -44,11 +44,11 @@ def generate_many(
     prompt_ids: Sequence[int] | None = None,
     **decoding: Unpack[Decoding],
 ) -> Queue:
-    """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in
-    which they end.
+    """Returns the completions of `generate`, decoded ``rows`` at a time, in the order in which they
+    end.
 
     A prompt has the same completion with any number of rows and in any order of prompts, unless the
-    drafter looks at several rows at once (`Completion.row_independent`). All other arguments are as
+    drafter uses several rows at once (`Completion.row_independent`). All other arguments are as
     in `generate`.
 
     Args:
@@ -56,14 +56,14 @@ def generate_many(
       log: a file of completions, or its path: completions are added to it, and are not decoded
         again by the next run. With a path, all parameters are read once, so that a file of other
         parameters is refused.
-      learner: gets each text that has ended and may return new parameters of the draft model, such
-        as `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed
-        gives changes. Do not decode again with this seed and prompt ids: their noise has formed the
-        draft. An error of the learner ends the queue after the texts before it were logged and
-        given to the caller.
+      learner: is called with each finished text and may return new parameters of the draft model,
+        as `specsamp.training.online.DraftLearner` does. Texts keep their distribution, but a seed
+        gives another text. Do not decode again with this seed and prompt ids: the draft depends on
+        their noise. An error of the learner ends the queue after the completions before it were
+        logged and returned.
 
     Returns:
-      An iterator of completions, whose `Queue.usage` says how busy the rows were.
+      An iterator of completions, whose `Queue.usage` has the counts of busy rows.
 
     Raises:
       ValueError: before compilation, naming the value and the fix; or the log is of another call.
@@ -85,7 +85,7 @@ def generate_many(
     )
     if log is not None:
         if any(one.sampling.asks_host for one in requests):
-            raise ValueError("a log does not tell grammars apart: leave out log, or the grammar")
+            raise ValueError("a log cannot distinguish grammars: leave out log, or the grammar")
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
         log.open(engine, requests)
     return Queue(engine, requests, Batch(engine, rows=rows, together=TOGETHER), log, learner)
@@ -94,12 +94,12 @@ def generate_many(
 class Queue(Iterator[Completion]):
     """Completions of requests, in the order in which they end; see `generate_many`.
 
-    The caller gets the completions of a slice while the device works on the next.
+    The completions of a slice are returned while the device computes the next.
 
     Attributes:
-      batch: its rows.
-      known: the number of completions that come from the log.
-      usage: how busy the rows were so far.
+      batch: the rows.
+      known: the number of completions of the log.
+      usage: the counts of busy rows.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Queue(Iterator[Completion]):
             self.batch.compile()
 
     def close(self) -> None:
-        """Ends the queue before all prompts are decoded; the log has the completions so far."""
+        """Ends the queue before all prompts are decoded; the log keeps its completions."""
         self._completions.close()
         self._free()
 
@@ -148,9 +148,7 @@ class Queue(Iterator[Completion]):
         )
 
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
-        """Yields the completions that the log holds already, then those that it lacks, a slice
-        after the other.
-        """
+        """Yields the completions of the log, then decodes the missing ones slice by slice."""
         batch, read = self.batch, []
         try:
             yield from ended

@@ -1,5 +1,5 @@
-"""What a draft model may learn by while it is used; `specsamp.training.online` has such a
-learner.
+"""The type of learners, which update a draft model while it decodes; see
+`specsamp.training.online`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import check_own_noise
 
-# Takes a whole text; returns new parameters of the draft, or None.
+# From a whole text to new parameters of the draft, or None.
 Learner = Callable[[Sequence[int]], Any]
 
 
 def check_learner(learner: Learner | None, method: Method, prompt_ids: Sequence[int] = ()) -> None:
-    """Raises ValueError where no parameters of a draft model could learn, or the same noise would
-    meet two drafts.
+    """Raises ValueError if the drafter has no parameters to update, or two prompts have the same
+    noise.
     """
     if learner is None:
         return

@@ -20,8 +20,7 @@ from specsamp.serving.scores import Scores
 LEAST_LOG_PROB = -9999.0
 LAST_EVENT = b"data: [DONE]\n\n"
 
-# A token, its log-probability, and the likeliest tokens in its place with theirs, if they are
-# known.
+# A token, its log-probability, and the likeliest tokens in its place with theirs, or nothing.
 Scored = tuple[int, float | None, list[tuple[int, float]] | None]
 
 
@@ -86,7 +85,7 @@ class Reply:
         return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
 
     def chunk(self, gained: Chunk) -> dict[str, Any] | None:
-        """Takes new tokens of a text, and returns the chunk of a stream; None if they show nothing
+        """Adds new tokens of a text, and returns the chunk of a stream; None if they add no text
         yet.
         """
         choice = self._choices[gained.prompt_index * self._asked.n + gained.sample_index]
@@ -180,10 +179,9 @@ class _Choice:
     """Holds a text that grows.
 
     Attributes:
-      log_probs: of the tokens of the last chunk, under the target at temperature 1, if they were
-        asked for.
-      marks: whether each of these tokens had been drafted, if that was asked for.
-      calls: of functions, at most one, as the protocol writes them; known at the end.
+      log_probs: of the tokens of the last chunk, under the target at temperature 1, if requested.
+      marks: whether each of these tokens had been drafted, if requested.
+      calls: of functions, at most one, in the protocol's form; empty before the end.
     """
 
     def __init__(
@@ -223,9 +221,7 @@ class _Choice:
         return new
 
     def _all_scored(self) -> list[Scored]:
-        """Returns the tokens of the text, after those of the prompt if it is echoed, as they were
-        scored.
-        """
+        """Returns the scored tokens of the text, after the prompt's tokens if it is echoed."""
         scores, prompt = self._scores[self._request], self._request.prompt
         scored = list(
             zip([*prompt, *self._tokens], [None, *scores.log_probs], [None, *scores.tops])
@@ -260,8 +256,8 @@ class _Choice:
     def _entry(self, before: Written, token: int, log_prob: float | None) -> dict[str, Any]:
         """Returns a token's name, its log-probability and its bytes.
 
-        The name is the text that the token completes after the text before, so names in a row are
-        the text. A token without bytes, such as the end of text, has its own name.
+        The name is the text that the token completes, so that consecutive names are the text. A
+        token without bytes, for example the end of text, has its own name.
         """
         written = self._tokenizer.token_bytes(token, before.last)
         if written is None:

@@ -2,8 +2,8 @@
 of pydantic.
 
 Every field is served, or ignored because it changes no text, or refused with the reason. A field
-that is null counts as left out, because clients send back the messages that they were sent, with
-nulls such as the refusal of an answer.
+that is null counts as left out, because clients send back the messages of earlier answers, with
+nulls for example for the refusal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_SAMPLES = 128
 MAX_SEED = 2**64 - 1
 MAX_MESSAGE = 500  # characters
 MAX_TOOLS = 64
-ANYTHING = "as the protocol has it"  # what a field must be that has no description
+ANYTHING = "as the protocol has it"  # the requirement of a field without a description
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "service_tier")
 IGNORED += ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
@@ -134,7 +134,7 @@ class StreamOptions(_Fields):
 
 
 def _ignored() -> Any:
-    """Returns a field that a client computed from others, or that changes no text."""
+    """Returns a field that a client computed from other fields, or that changes no text."""
     return Field(None, exclude=True)
 
 
@@ -181,9 +181,7 @@ class Call(_Fields):
 
 
 class Message(_Fields):
-    """Holds a message; those of the assistant have the fields in which openai-python keeps an
-    answer.
-    """
+    """A message; the assistant's also have the fields of answers in openai-python."""
 
     role: UnicodeText = Field(description="a text such as user")
     content: UnicodeText | Annotated[list[Part], Field(min_length=1)] = Field(
@@ -211,8 +209,8 @@ class Message(_Fields):
     def turn(self) -> dict[str, Any]:
         """Returns the message for a template, with its parts joined.
 
-        Beside calls an empty content is left out: clients have a null there, or an empty text if
-        the answer was streamed.
+        An empty content is left out of messages with calls: clients have a null there, or an empty
+        text if the answer was streamed.
         """
         turn = self.model_dump(exclude_defaults=True)
         if self.tool_calls and not self.content:
@@ -223,7 +221,7 @@ class Message(_Fields):
 
 
 class ResponseFormat(_Fields):
-    """Holds what a text must be; only OpenAI's first three types are known to other servers."""
+    """The response format; other servers have OpenAI's first three types alone."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = Field(
         description="text, json_object, json_schema or regex"
@@ -287,9 +285,7 @@ class GenerationRequest(_Fields):
 
     @property
     def is_scored(self) -> bool:
-        """Returns whether more log-probabilities are asked for than those of the text's
-        own tokens.
-        """
+        """Returns whether log-probabilities of more than the text's own tokens are needed."""
         return bool(self.tops or self.log_probs and self.echo)
 
     @property
@@ -365,7 +361,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def grammar(self) -> tuple[str, Any] | None:
-        """Returns the grammar of a call: JSON with name and arguments, at the choice "auto" beside
+        """Returns the grammar of a call: JSON with name and arguments; for the choice "auto", also
         texts without a brace.
         """
         if not self.functions:
@@ -464,9 +460,7 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             param="response_format",
         )
     if is_chat and request.tool_choice not in ("none", "auto") and not request.functions:
-        raise ApiError(
-            "tools must have the function that tool_choice asks for", param="tool_choice"
-        )
+        raise ApiError("tools must have the function that tool_choice names", param="tool_choice")
     for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
         if form is not None and (form.type == kind) != (getattr(form, name) is not None):
             where = f"response_format.{name}"
@@ -522,7 +516,7 @@ def _refusal(kind: type[_Fields] | None, document: Any, error: ValidationError) 
             parts |= {"tools": Tool, "tool_calls": Call, "function": Function}
             kind = parts.get(part)
         else:
-            break  # the rest names a branch of a union
+            break  # later parts name a branch of a union
     if problem["type"] == "extra_forbidden":
         return ApiError(f"unknown field {repr(where)}: leave it out", param=where)
     if problem["type"] == "model_type":

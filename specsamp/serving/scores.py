@@ -1,9 +1,8 @@
 """Log-probabilities of all tokens of a text, and of the likeliest tokens at each position, under
 the target alone.
 
-A request that asks for more than the log-probabilities of its own tokens is read once more after
-its end, in chunks between the slices of others. So the loop keeps no distributions, and nobody else
-pays.
+A request that needs more than the log-probabilities of its own tokens is read once more after its
+end, in chunks between slices. So the loop keeps no distributions, and other requests have no cost.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
 A text equals that of `generate` with the same seed. One thread does all the work on the batch, a
 slice of a few rounds at a time (`specsamp.serving.batch`); callers may be any threads.
 
-Over several processes each has the service and its batch, and the first has the callers. Before a
-slice it tells the others what is new, so that all batches make the same decisions. An error that
-one process may have met alone ends the service.
+Every process runs a service with its batch; process 0 accepts all requests. Before each slice it
+broadcasts new and cancelled requests, so that all batches make the same decisions. An error that
+may have occurred in one process alone ends the service.
 """
 
 from __future__ import annotations
@@ -58,25 +58,26 @@ from specsamp.serving.learner import Learner, check_learner
 from specsamp.serving.request_warps import exclude_early
 from specsamp.serving.scores import Scores
 
-MAX_STOPS = 32  # strings that end the texts of a request; tasks of lm-eval send up to 6
-MAX_STOP_IDS = 16  # tokens that do
-# Between two words of the first process to others, so that none waits for one that has died.
-IDLE_SECONDS = 5
+MAX_STOPS = 32  # stop strings of a request; tasks of lm-eval send up to 6
+MAX_STOP_IDS = 16  # stop tokens of a request
+IDLE_SECONDS = 5  # heartbeat interval of process 0
 
 
 class Service:
     """Decodes the texts of many requests over the rows of one batch.
 
     Attributes:
-      pair: whose texts they are.
-      batch: its rows and their counts; the service's thread changes it.
+      pair: the models.
+      batch: the rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
-      learner: whom the draft learns from; None: nobody, or a learner that has failed.
-      repeats: whether a seed gives the same text again: not if the draft learns or depends on other
-        texts, unless the rule ignores drafts. The seeds of requests are not used then.
-      capacity: the most texts that run or wait; max_per_client: those of one client.
-      failed: why the thread ended by itself; None: it did not.
+      learner: updates the draft from finished texts; None: off, or it has failed.
+      repeats: whether a seed gives the same text again. It does not if the draft is updated or
+        depends on other texts, unless the rule ignores drafts; the seeds of requests are not used
+        then.
+      capacity: the most unfinished texts.
+      max_per_client: the most unfinished texts of a client.
+      failed: the error that ended the thread, or None.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class Service:
           method: drafter and rule; requests have the same kinds of warps, with other numbers.
           rows: texts that are decoded together; rounded up to a multiple of the data shards.
           context: default 4096, or as many as the models have positions for.
-          max_waiting: texts beyond the rows; more are refused.
-          max_per_client: texts of one client that run or wait; default all.
+          max_waiting: the most queued texts; more are refused.
+          max_per_client: the most unfinished texts of a client; default ``capacity``.
           rounds_per_slice: the most rounds between two deliveries to streams, and two searches for
             free rows.
-          in_background: whether programs of further sizes are compiled while texts go on; never on
-            a mesh.
+          in_background: whether programs of further sizes are compiled during decoding; never on a
+            mesh.
           learner: see `specsamp.serving.generate_many`.
-          has_grammars: whether requests may bring grammars; programs are not kept in the
+          has_grammars: whether requests may have grammars; programs are not kept in the
             compilation cache then.
 
         Raises:
@@ -115,7 +116,7 @@ class Service:
         self._is_shared = jax.process_count() > 1
         if self._is_shared and learner is not None:
             raise ValueError(
-                "a draft learns in one process: leave out learner, or --distributed and "
+                "a draft is updated in one process: leave out learner, or --distributed and "
                 "--coordinator"
             )
         if has_grammars and pair.shards.mesh is not None:
@@ -136,19 +137,19 @@ class Service:
         self._stop_ids = sorted(make_stops(pair, None).ids)
         self._most_stop_ids = len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS
         self._engine = self._make_engine(rows)
-        # On a mesh programs of two threads could meet in another order on each device.
+        # On a mesh, programs of two threads could run in another order on each device.
         in_background = in_background and pair.shards.mesh is None
         self.batch = Batch(self._engine, rows=rows, rounds=rounds, in_background=in_background)
         self.batch.programs.notify = self._wake
         self.capacity = self.batch.usage.rows + max_waiting
         most = self.capacity if max_per_client is None else max_per_client
         self.max_per_client = validate.integer("max_per_client", most, 1)
-        self._to_score: list[tuple[Request, Chunk]] = []  # texts that have ended
-        self._scoring: dict[Request, Iterator[Scores | None]] = {}  # of the first of them
-        self._numbers = itertools.count()  # of answers that several processes have
+        self._to_score: list[tuple[Request, Chunk]] = []  # finished texts
+        self._scoring: dict[Request, Iterator[Scores | None]] = {}  # the first finished text
+        self._numbers = itertools.count()  # shared by all processes
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
-        self._closed: str | None = None  # why
+        self._closed: str | None = None  # the reason
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
@@ -180,7 +181,7 @@ class Service:
         return dataclasses.replace(self.method, sampling=warp)
 
     def compile(self) -> None:
-        """Compiles what the first requests need; the rest follows when it is wanted."""
+        """Compiles the smallest size; larger sizes are compiled on first use."""
         self.batch.compile()
 
     def start(self) -> None:
@@ -188,7 +189,7 @@ class Service:
         self._thread.start()
 
     def close(self, reason: str = "the service was closed") -> int:
-        """Ends all texts with this reason for their callers; returns how many texts that were."""
+        """Ends all texts with this reason for their callers; returns their number."""
         with self._changed:
             self._closed, left = self._closed or reason, self.unfinished
             self._changed.notify()
@@ -202,11 +203,11 @@ class Service:
 
     @property
     def unfinished(self) -> int:
-        """Returns how many texts are running or waiting."""
+        """Returns the number of running and queued texts."""
         return len(self._requests())
 
     def _requests(self) -> list[Request]:
-        """Returns the requests whose texts are running or waiting."""
+        """Returns the running and queued requests."""
         batch, ended = self.batch, [request for request, _ in self._to_score]
         requests = [*self._inbox, *batch.waiting, *batch.reading, *batch.running, *ended]
         return [request for request in requests if request is not None]
@@ -230,45 +231,44 @@ class Service:
         is_scored: bool = False,
         grammar: tuple[str, Any] | None = None,
     ) -> Answer:
-        """Takes a request; all other arguments are as in `generate`.
+        """Queues a request; all other arguments are as in `generate`.
 
         Args:
-          max_new_tokens: at most; None: as many as there is room for.
-          deliver: takes the chunks as they come, the last of each text with its finish, or a
-            `Failed`. It is called by the service's thread and must return at once.
+          max_new_tokens: per text; None: up to the end of the context.
+          deliver: called with each chunk, the last of each text with its finish, or with a
+            `Failed`. The service's thread calls it, so it must return at once.
           sampling: of the same kinds as the service's method, which is the default.
-          stop, stop_ids: at most 32 strings and 16 tokens that end texts besides the pair's stop
-            tokens.
+          stop, stop_ids: at most 32 strings and 16 tokens, in addition to the pair's stop tokens.
           ignore_eos: whether the pair's stop tokens end nothing.
-          min_tokens: that a text has: stop tokens are excluded from them, and no string ends in
-            them. A text whose grammar has ended is over all the same.
+          min_tokens: the least tokens of a text: stop tokens are excluded from them, and no string
+            ends in them. The end of a grammar ends the text anyway.
           draft_length: tokens to draft in a round, at most the drafter's K; a text is that of
             `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
-          client: whose request it is; clients take free rows in turn.
+          client: name of the caller; clients get free rows in turn.
           is_scored: whether to score prompts and texts (`specsamp.serving.scores`); texts are not
             streamed then.
-          grammar: kind and source of a grammar that all texts follow, see
+          grammar: kind and source of the grammar of all texts, see
             `specsamp.sampling.grammar.grammar`.
 
         Raises:
           ValueError: naming the value and the fix.
-          Busy: too many texts wait already.
+          Busy: the queue is full.
           Failed: the service is closed.
         """
         if jax.process_index() > 0:
-            raise ValueError("the first process takes the requests of all: ask it")
+            raise ValueError("process 0 accepts all requests: send this one there")
         num_samples = validate.integer("num_samples", num_samples, 1)
         draft_length = self._check_limits(prompts, stop, stop_ids, draft_length)
         count = len(prompts) * num_samples
         if count > self.capacity:
             raise ValueError(
-                f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask "
-                "for fewer"
+                f"the request needs {count} completions; the limit is {self.capacity}: request "
+                "fewer"
             )
         self._check_room(count, client)  # before prompts are encoded, which takes time
         if not self.repeats:
-            # A draft from or after a text depends on its random numbers. If they verified
+            # A draft that was updated with a text, or looks in it, depends on its random numbers. If they verified
             # proposals of this draft again, texts would not follow the target; and callers repeat
             # seeds.
             seed = secrets.randbits(64)
@@ -310,16 +310,14 @@ class Service:
     def _check_limits(
         self, prompts: Any, stop: Any, stop_ids: Any, draft_length: int | None
     ) -> int | None:
-        """Raises ValueError for what is no list or longer than is taken; returns the
-        draft length.
-        """
+        """Raises ValueError for wrong types and long lists; returns the draft length."""
         for name, value in (("prompts", prompts), ("stop", stop), ("stop_token_ids", stop_ids)):
             if not validate.is_list(value):
                 raise ValueError(f"{name} must be a list; got {value!r}")
         if len(stop) > MAX_STOPS:
-            raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
+            raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS}")
         if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"{len(stop_ids)} stop_token_ids: at most {MAX_STOP_IDS} are taken")
+            raise ValueError(f"{len(stop_ids)} stop_token_ids: at most {MAX_STOP_IDS}")
         if draft_length is not None:
             if not self._engine.own_lengths:
                 raise ValueError(
@@ -331,25 +329,23 @@ class Service:
         return draft_length
 
     def _check_room(self, count: int, client: str) -> None:
-        """Raises Failed after `close`, and Busy where so many more texts do not fit."""
+        """Raises Failed after `close`, and Busy if the queue has no room for ``count`` texts."""
         if self._closed is not None:
             raise Failed(self._closed)
         if self.unfinished + count > self.capacity:
             raise Busy(
-                f"{self.unfinished} texts are running or waiting, of {self.capacity}: try again "
-                "later"
+                f"{self.unfinished} completions are in progress; the limit is {self.capacity}: try "
+                "again later"
             )
-        held = sum(request.answer.client == client for request in self._requests())
-        if held + count > self.max_per_client:
+        unfinished = sum(request.answer.client == client for request in self._requests())
+        if unfinished + count > self.max_per_client:
             raise Busy(
-                f"{held} of your texts are running or waiting, of {self.max_per_client}: try again "
-                "later"
+                f"you have {unfinished} completions in progress; the limit per client is "
+                f"{self.max_per_client}: try again later"
             )
 
     def _budget(self, index: int, length: int, max_new_tokens: int | None) -> int:
-        """Returns the budget of a prompt with ``length`` tokens; None: all the room that
-        there is.
-        """
+        """Returns the budget of a prompt with ``length`` tokens; None: the rest of the context."""
         room = self.context - length
         budget = (
             room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
@@ -370,11 +366,11 @@ class Service:
             while self._wait():
                 try:
                     self._slice()
-                except Exception as error:  # the batch is lost, and with it all that run
+                except Exception as error:  # the batch and its running texts are lost
                     if self._is_shared:
                         raise
                     logging.exception(
-                        "a slice failed: running texts are lost, waiting texts begin anew"
+                        "a slice failed: running texts are lost, queued texts start again"
                     )
                     is_lost = any(self.batch.running) or self.batch.reading
                     self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
@@ -387,7 +383,7 @@ class Service:
         self.batch.free()
 
     def _wait(self) -> bool:
-        """Waits for requests, and takes new requests over; returns False after `close`."""
+        """Waits for requests, and queues new ones; returns False after `close`."""
         news = distributed.from_first(self._news)
         if jax.process_index() > 0:
             self._closed = news.closed
@@ -401,8 +397,8 @@ class Service:
         return news.closed is None
 
     def _news(self) -> News:
-        """Waits for requests, and takes new requests over, in the first process; returns what
-        others need to do the same.
+        """Waits for requests and queues them, in process 0; returns the message that the other
+        processes replay.
         """
         with self._changed:
             self._changed.wait_for(
@@ -421,8 +417,8 @@ class Service:
             return News([answer.copy() for answer in taken], left - {None}, self._closed)
 
     def _slice(self) -> None:
-        """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier
-        where they are streamed.
+        """Fills the rows, decodes a few rounds, and delivers the tokens of streams and of finished
+        texts.
         """
         batch = self.batch
         batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
@@ -431,7 +427,7 @@ class Service:
         self._fill()
         requests = [request for request in batch.running if request is not None]
         if not requests:
-            with self._changed:  # what they need is being compiled
+            with self._changed:  # their programs are being compiled
                 is_held_up = batch.waiting or (self._to_score and not self._scoring)
                 if is_held_up and not self._inbox:
                     self._changed.wait(1)
@@ -452,22 +448,20 @@ class Service:
                     self._to_score.append((request, chunk))
                 elif chunk is not None:
                     request.answer.send(chunk)
-        for request, text in found:  # the callers have theirs
+        for request, text in found:  # after the deliveries
             if self.learner is not None and text is not None and text.finish != Finish.RUNNING:
                 self._learn((*request.prompt, *text.tokens))
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Lets the draft learn from a text; a learner that fails is given up, and no text
-        is lost.
-        """
+        """Updates the draft from a text. A learner that raises is removed; no text is lost."""
         try:
             self.batch.learn(self.learner, tokens)
         except Exception:
-            logging.exception("the draft learns no more")
+            logging.exception("the learner failed: the draft is no longer updated")
             self.learner = None
 
     def _score_next(self) -> None:
-        """Scores a chunk of the first text that waits for it."""
+        """Scores a chunk of the first finished text."""
         self._to_score = [
             (request, chunk) for request, chunk in self._to_score if not request.answer.is_over
         ]
@@ -491,8 +485,8 @@ class Service:
             request.answer.send(chunk)
 
     def _take_turns(self) -> None:
-        """Orders the waiting texts, so that clients with fewer texts in the batch take rows first;
-        begun texts lead.
+        """Orders the queue: clients with fewer texts in the batch go first, preempted texts before
+        all.
         """
         batch, turns = self.batch, {}
         counts = collections.Counter(
@@ -504,7 +498,7 @@ class Service:
         batch.waiting.sort(key=turns.__getitem__)
 
     def _fill(self) -> None:
-        """Gives free rows to waiting requests; a prompt that cannot be read fails alone."""
+        """Gives free rows to queued requests; if reading raises, its prompts fail alone."""
         try:
             self.batch.fill()
         except Exception as error:
@@ -516,7 +510,7 @@ class Service:
                 request.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
 
     def _text(self, state: DecodeState, place: int, request: Request) -> RowText | None:
-        """Returns the text of a row; None if its caller has left, or it has failed."""
+        """Returns the text of a row; None if it was cancelled or has failed."""
         if request.answer.is_over:
             return None
         try:
@@ -531,7 +525,7 @@ class Service:
                 )
             return text
         except Exception as error:
-            # Other processes may not have met it.
+            # The error may have occurred in this process alone.
             if self._is_shared and not isinstance(error, FloatingPointError):
                 raise
             logging.error("a text failed: %r", error)
@@ -539,8 +533,8 @@ class Service:
             return None
 
     def _drop(self, reason: str, and_waiting: bool) -> None:
-        """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the
-        reason.
+        """Ends all running texts, and with ``and_waiting`` all queued ones, with this reason for
+        their callers.
         """
         with self._changed:
             requests = [

@@ -14,7 +14,7 @@ BY_POSITION = "Drafted tokens by their position in the draft, from 0."
 
 
 class Statistics:
-    """Counts requests and what became of their texts; any thread may call it."""
+    """Counts requests, texts and tokens; any thread may call it."""
 
     def __init__(self):
         self._registry, self._gauges = CollectorRegistry(), {}
@@ -63,7 +63,7 @@ class Statistics:
             self._each.observe((last - first) / (stats.emitted - 1))
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> bytes:
-        """Returns all counts, and gauges: what they mean, and their values, by name."""
+        """Returns all counts and gauges with their meanings, in the format of Prometheus."""
         for name, (meaning, value) in gauges.items():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(f"specsamp_{name}", meaning, registry=self._registry)

@@ -21,8 +21,8 @@ TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY), BUSY)
 )
-SPARE_CONNECTIONS = 64  # besides the connections of all texts that may run or wait
-LAST_SECONDS = 5  # that connections have to end, after their texts have ended
+SPARE_CONNECTIONS = 64  # spare connections of an address, beyond the service's capacity
+LAST_SECONDS = 5  # seconds for connections to end after their texts
 
 
 def bind(host: str, port: int, timeout: float) -> socket.socket:
@@ -73,10 +73,10 @@ class WebServer(uvicorn.Server):
         """Makes a server.
 
         Args:
-          service: that the application is of. As many connections of one address are taken as texts
-            may run or wait, and some more; of all addresses twice as many.
-          timeout: seconds that a connection has to send the headers of a request; after an answer
-            twice as many, and up to three times as many for headers that have begun.
+          service: of the application. An address may have a connection for each text of the
+            service's capacity, and some more; all addresses together twice as many.
+          timeout: seconds for a connection to send the headers of a request; after an answer twice
+            as many, and up to three times as many for incomplete headers.
         """
 
         by_address: collections.Counter[str] = collections.Counter()
@@ -94,7 +94,7 @@ class WebServer(uvicorn.Server):
                 if by_address[self._address] > most or by_address.total() > 2 * most:
                     transport.write(TOO_MANY)
                     transport.close()
-                # The request that was answered at so many looks before this one.
+                # Number of answered requests at the last check.
                 self._answered, self._looks = None, 0
                 self.loop.call_later(timeout, self._look)
 
@@ -128,13 +128,11 @@ class WebServer(uvicorn.Server):
         self._service, self.ended = service, 0
 
     async def on_tick(self, counter: int) -> bool:
-        """Returns whether to end; uvicorn asks ten times a second."""
+        """Returns whether to end; uvicorn calls it ten times a second."""
         return await super().on_tick(counter) or self._service.failed is not None
 
     def handle_exit(self, sig, frame) -> None:
-        """Ends the texts, so that no connection waits for its text; uvicorn calls it on a
-        signal.
-        """
+        """Ends all texts and thereby their connections; uvicorn calls it on a signal."""
         if not self.should_exit:
             self.ended = self._service.close("the server was stopped")
         super().handle_exit(sig, frame)

@@ -10,18 +10,18 @@ Two kinds of programs have been measured, and one set of numbers does not hold f
 - **added**: programs of 2022 and 2023 on TPU v4. Collectives and streaming add up: the overlap is
   0. Fitted are the efficiency, the time of a call and the time of a hop.
 - **hidden**: programs on TPU v5e, 24 steps of JAX of 2025 and one of PyTorch/XLA of 2023. Links and
-  memory work side by side, so collectives show only as far as they outlast the streaming: the
-  overlap is 1, no fitted number. Their time comes from profiler traces. Fitted are the efficiency,
-  the time of a call, and the time of a layer's attention and cache update per sequence. Overlaps
-  down to `least_overlap` explain the steps nearly as well, and the upper edge of a band takes that
-  one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
+  memory work side by side, so collectives cost only the time by which they outlast the streaming:
+  the overlap is 1, no fitted number. Their time comes from profiler traces. Fitted are the
+  efficiency, the time of a call, and the time of a layer's attention and cache update per sequence.
+  Overlaps down to `least_overlap` explain the steps nearly as well, and the upper edge of a band
+  takes that one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
 
-This package compiles programs of today, and nobody has published a step of such a program on v4. So
-an estimate for v5e comes from the second fit. For every other chip it is a **range between full
+This package compiles programs of today, and no step of such a program on v4 is published. So an
+estimate for v5e comes from the second fit. For every other chip it is a **range between full
 overlap and none**: from streaming and cycles alone to the sum of the first fit and v5e's time per
 layer and sequence.
 
-A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of
+A band includes the worst step of the worst layout that was left out of the fit. Steps of
 one layout err alike, so a new layout lies within with a chance of about n / (n + 1) after n
 layouts: three in four for v5e.
 """
@@ -45,7 +45,7 @@ SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
 NEARLY = 1.25
 FEWEST_STEPS = 4  # to check three numbers
 
-# What each number multiplies, and the milliseconds of its unit.
+# The factor of each number, and the milliseconds of its unit.
 COLUMNS = {
     "efficiency": ("streaming_ms", 1.0),
     "call_ms": ("calls", 1.0),
@@ -58,7 +58,7 @@ Steps = Sequence[tuple[Work, float]]  # with their milliseconds
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Band:
-    """An estimate in milliseconds; the module says how far it can be trusted."""
+    """An estimate in milliseconds; for its error see the module."""
 
     least: float
     likely: float
@@ -76,7 +76,7 @@ class Band:
         )
 
     def __str__(self) -> str:
-        """Formats two digits: no more are known."""
+        """Formats two digits: more are uncertain."""
         edges = f"{two_digits(self.least)} to {two_digits(self.most)}"
         return edges if self.open else f"{two_digits(self.likely)} ({edges})"
 
@@ -146,8 +146,8 @@ class Calibrations:
         """Estimates calls of a program of today, by the fit of its chip if there is one.
 
         Otherwise the band is the range between full overlap and none. Its three scenarios are: all
-        hidden; all added; and the target's call, which comes first, hidden, but those of a draft,
-        which have little to hide under, added.
+        hidden; all added; and the target's call, which comes first, hidden, but calls of a
+        draft, with little time to hide under, added.
 
         Raises:
           ValueError: no measurement bounds the range from above.
@@ -231,8 +231,8 @@ def steps_on(chip: str, rows: Sequence[Measurement]) -> Steps:
 
 
 def fits_on(chip: str, rows: Sequence[Measurement]) -> list[Calibration]:
-    """Fits the steps of TPU v4 as sums, those of v5e for each overlap; none with too few steps or
-    traced collectives.
+    """Fits the steps of TPU v4 as sums, of v5e for each overlap; none with too few steps or traced
+    collectives.
     """
     steps, traces = (
         steps_on(chip, rows),
@@ -288,7 +288,7 @@ def _with_error(
 
 
 def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
-    """Fits the named numbers by relative errors; the others are those of ``base``, and none is
+    """Fits the named numbers by relative errors; all other numbers are of ``base``, and none is
     negative.
 
     Numbers of collectives are fitted without overlap, or on works that stream nothing: there

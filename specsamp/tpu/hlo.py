@@ -1,7 +1,7 @@
 """Parses the text of a compiled TPU program, scheduled HLO, into instructions.
 
 Arrays whose layout names the memory space ``S(1)`` or ``S(3)`` are on chip, ``S(5)`` is the host's,
-and without one they are in HBM. What the instructions move is counted in `specsamp.tpu.traffic`.
+and without one they are in HBM. `specsamp.tpu.traffic` counts the moved bytes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator
 
 HOST_MEMORY = "S(5)"
-WITHOUT_BITS = {"pred": 1, "token": 0, "opaque": 0}  # bytes of types whose name does not say them
+WITHOUT_BITS = {"pred": 1, "token": 0, "opaque": 0}  # bytes of types without a size in their name
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
-_BITS = re.compile(r"(?:[suf]|bf)(\d+)(?:e\d+m\d+\w*)?")  # of a type such as s8, bf16 and f8e4m3fn
+_BITS = re.compile(r"(?:[suf]|bf)(\d+)(?:e\d+m\d+\w*)?")  # bits in type names: s8, bf16, f8e4m3fn
 _OPCODE = re.compile(r"([\w-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 
@@ -52,7 +52,7 @@ class Instruction:
         return sum(array.bytes for array in self.arrays if array.in_hbm)
 
     def called(self, attribute: str) -> str | None:
-        """Returns the name of a computation that an attribute refers to, such as "body"."""
+        """Returns the name of the computation of an attribute, for example "body"."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return match and match.group(1)
 

@@ -1,5 +1,5 @@
 """Counts the traffic and the steps of the kernels of `specsamp.models.kernels`; the text of a
-program does not say them.
+program has neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from specsamp.models.kernels import append_rows, common, decode_attention, mix_e
 from specsamp.tpu.hlo import Array, Instruction
 
 # Of a call, the arrays that it is given, and the share of the slots that is alive: bytes read from
-# HBM, those written there, and steps.
+# HBM, bytes written there, and steps.
 Count = Callable[[Instruction, Sequence[Array], float], tuple[float, float, float]]
 
 
@@ -26,7 +26,7 @@ def kernel_of(op: Instruction) -> Count | None:
 def count_attention(
     op: Instruction, given: Sequence[Array], live: float
 ) -> tuple[float, float, float]:
-    """Reads keys, values and scores of distances as far as they are alive, and all of the rest."""
+    """Reads the live part of keys, values and scores of distances, and all other operands."""
     # Queries come first, then keys and values, apart or as pairs.
     _, *arrays = (x for x in given if len(x.sizes) == 4)
     caches = [x for x in arrays if x.sizes == arrays[0].sizes]
@@ -74,7 +74,7 @@ def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[f
 def count_experts(
     op: Instruction, given: Sequence[Array], live: float
 ) -> tuple[float, float, float]:
-    """Reads the experts that the tokens are expected to choose, and all of the rest."""
+    """Reads the experts that the tokens are expected to choose, and all other operands."""
     *others, gate, up, down = given
     here, inner, width = gate.sizes
     experts = expected_steps(op.scope)

@@ -136,7 +136,7 @@ class Programs:
     def call(
         self, model: ShardedModel, tokens: int, tree: TreeShape | None = None
     ) -> jax.stages.Lowered:
-        """Lowers a call of a model with ``tokens`` tokens per row, those of a tree if given; its
+        """Lowers a call of a model with ``tokens`` tokens per row, of a tree if given; its
         logits are replicated.
         """
 
@@ -203,7 +203,7 @@ class Programs:
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
     def drafter(self, size: int | TreeShape, *, is_sharded: bool = True) -> Drafter:
-        """Returns the drafter of a round, of the sharded models or of those inside."""
+        """Returns the drafter of a round, of the sharded models or of the models inside."""
         target = self.target if is_sharded else self.target.model
         if self.head is not None:
             head = shard_head(self.head, self.draft.layout) if is_sharded else self.head

@@ -1,7 +1,7 @@
 """Published times of decode steps on TPUs, with their conditions.
 
     for row in published():
-        row.milliseconds, row.work()      # what was measured, and of what
+        row.milliseconds, row.work()      # the time, and the work of the step
 
 `measurements.json` holds the rows, in groups that share conditions; a row without all conditions is
 refused. Kinds of rows:
@@ -15,8 +15,8 @@ refused. Kinds of rows:
     vector unit   products of one row that left the matrix unit idle
     round         of speculation, call by call; the work is that of scoring ``tokens`` alone
 
-Only steps and collectives are fitted. The others are compared with the forecast and shown with its
-error.
+Only steps and collectives are fitted. All other kinds are compared with the forecast and shown
+with its error.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Measurement:
     milliseconds: float  # of a step, or of one collective
     shape: Shape
     sequences: int | None = None  # whose attention one chip computes; None: all of its replica
-    # Share of the slots that hold something; where nobody says it, that of a text half way.
+    # Share of the live slots; unless published, that of a text half way.
     live: float = 0.5
     tokens: int = 1  # of each row in one call
-    # Chips of a replica along each axis, where not those of `find_boxes`.
+    # Chips of a replica along each axis; None: see `find_boxes`.
     axes: tuple[int, ...] | None = None
     notes: str = ""
 

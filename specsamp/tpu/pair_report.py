@@ -9,7 +9,7 @@ fastest counts.
 The floor of a call is its weights, and all slots of its cache and of its table of relative keys,
 each read once. Of experts it counts the number that the tokens of the call are expected to choose,
 divided evenly among the devices; the traffic is that of the device that reads most of them, since
-the others wait for it. Without kernels the compiler copies some caches to the chip and back.
+it is the slowest. Without kernels the compiler copies some caches to the chip and back.
 Kernels write caches in place and read only the slots that are alive: traffic and floor are stated
 for all slots and for half of them. The floor of a round is the sum of its calls' floors, and a
 round can go below it: on-chip memory may keep weights of the draft.
@@ -157,7 +157,7 @@ def compile_report(
 
 
 def _check(programs: Programs, size: int | TreeShape) -> None:
-    """Refuses what does not divide over the mesh, or has no room, before anything is compiled."""
+    """Refuses sizes that do not divide over the mesh, or do not fit, before compilation."""
     models = programs.target, programs.draft
     validate.integer("draft_length", scored_rows(size) - 1, 1)
     most = min((model.max_positions for model in models if model.max_positions), default=2**31)
@@ -221,7 +221,7 @@ def compiled_costs(report: dict[str, Any]) -> CostTable:
       report: a `Report` as JSON: the entry "report" of a file of ``launch/compile_report.py``.
 
     Raises:
-      ValueError: it is no such report, or its programs do not fit the slice.
+      ValueError: it is not a report of a pair, or its programs do not fit the slice.
     """
 
     def table(*times: float) -> CostTable:

@@ -53,8 +53,8 @@ class Memory:
 class Program:
     """One compiled program, or why it does not fit.
 
-    Traffic is per device and call, that of the loop per round. A program that does not fit has None
-    where it is not known.
+    Traffic is per device and call, of the loop per round. Unknown numbers of a program that does
+    not fit are None.
     """
 
     name: str
@@ -97,16 +97,14 @@ class Program:
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
 
     def lower_bound_ms(self, chip: Chip) -> float:
-        """Returns the milliseconds below which a call cannot take: streaming or computing,
-        whichever is longer.
-        """
+        """Returns the least milliseconds of a call: the longer of streaming and computing."""
         return max(self.streaming_ms(chip), self.cycles_ms(chip))
 
     def work(self, chip: Chip, chips: Sequence[int], *, sequences: int) -> Work:
         """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates
         milliseconds.
 
-        Each collective crosses all ``chips`` of a replica; ``sequences`` are those of a data shard.
+        Each collective crosses all ``chips`` of a replica; ``sequences`` are of a data shard.
         """
         # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of its
         # sums.
@@ -125,9 +123,7 @@ class Program:
 
 
 def fastest(programs: Sequence[Program], chip: Chip) -> Program:
-    """Returns the program with the least lower bound of those that fit; the first where
-    none does.
-    """
+    """Returns the fitting program with the least lower bound; if none fits, the first."""
     fitting = [program for program in programs if program.memory is not None]
     return min(fitting, key=lambda one: one.lower_bound_ms(chip), default=programs[0])
 
@@ -176,9 +172,7 @@ def measure_program(
 
 
 def largest_buffers(message: str, most: int = 8) -> str:
-    """Picks the lines of the compiler's message that say how much is missing and which buffers are
-    largest.
-    """
+    """Picks the lines of the compiler's message with the missing bytes and the largest buffers."""
     wanted = re.compile(
         r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I
     )

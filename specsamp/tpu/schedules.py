@@ -24,7 +24,7 @@ from specsamp.models.kernels.common import WARPS
 FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
 FLAGS += " --xla_jf_dump_llo_pass_label_regex=^final_bundles"
 FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
-PASSES = 16  # of the loop within a step of the kernel of warps, at most: each finds two of 32 bits
+PASSES = 16  # most passes of the warps' inner loop: each decides two of 32 bits
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(>*)", re.M)
 
 

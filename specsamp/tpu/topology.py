@@ -30,7 +30,7 @@ class Chip:
     flops_per_second: float  # bfloat16; cloud.google.com/tpu/docs
     link_bytes_per_second: float  # of one link to a neighbour, one way; "How to Scale Your Model"
     # Of the TensorCore; Jouppi et al. (arXiv 2304.01433) for v4, "How to Scale Your Model" for
-    # others.
+    # later chips.
     clock_hz: float
     devices: int = 1  # as JAX counts them
     options: tuple[tuple[str, object], ...] = ()  # that the description of the slice needs

@@ -1,18 +1,18 @@
-"""Counts what a compiled TPU program moves, from its scheduled HLO.
+"""Counts the bytes that a compiled TPU program moves, from its scheduled HLO.
 
     traffic = traffic_of(compiled.as_text())
 
-Counted are the bytes that cross between a chip's HBM and the rest of it. An operation reads its
+Counted are the bytes between a chip's HBM and its other memory. An operation reads its
 operands and writes its results, except that
 
 - asynchronous copies and slices (prefetches) move what they deliver; what a run fetches at its end
   for the next run of the program is counted there, and not where that run would begin with it;
-- a fusion that only slices or gathers from an operand, or a fusion within it, reads what it takes,
+- a fusion that only slices or gathers from an operand, or a fusion within it, reads the slices,
   not the table;
 - an update in place writes the update, not the buffer, and reads it only if the same fusion uses it
   further;
-- the kernels of `specsamp.models.kernels` move what they say they do, of caches that are alive to a
-  given share;
+- the kernels of `specsamp.models.kernels` move the bytes that `specsamp.tpu.kernels` counts, for
+  a given share of live slots;
 - what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves
   nothing.
 
@@ -23,8 +23,8 @@ branches the largest counts, but copies and transfers to the host count in all. 
 analysis would count on-chip reads too, and every body once.
 
 Cycles are the compiler's estimate, summed over operations; collectives, gathers and prefetches have
-none. Those of kernels come from their schedules (`specsamp.tpu.schedules`), for all slots of their
-caches.
+none. Cycles of kernels come from their schedules (`specsamp.tpu.schedules`), for all slots of
+their caches.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Tally:
 
     @functools.cached_property
     def schedule_of(self) -> dict[Any, Schedule]:
-        """The schedules by what kernels are given and make: equal kernels are scheduled once."""
+        """The schedules by operands and results of kernels: equal kernels are scheduled once."""
         bodies = self.module.computations.values()
         known = [(body, op) for body in bodies for op in body.values() if op.name in self.schedules]
         return {_signature(op, _operands(op, body)): self.schedules[op.name] for body, op in known}
@@ -178,8 +178,7 @@ class Tally:
         on_host = any(array.on_host for x in (op, *operands) for array in x.arrays)
         total.host_transfers += base in HOST or on_host or "is_host_transfer=true" in op.attributes
         if base in COLLECTIVES:
-            # The type of a start holds what it reads and its flags too; that of its end what it
-            # delivers.
+            # The type of a start also has its operands and flags; that of its end has the results.
             ends = (
                 x for x in body.values() if x.opcode == f"{base}-done" and op.name in x.operands
             )
@@ -213,7 +212,7 @@ class Tally:
         total.written += written
 
     def fusion(self, op: Instruction, operands: list[Instruction]) -> tuple[float, float]:
-        """Returns the bytes that a fusion reads from HBM, and those it writes there."""
+        """Returns the bytes that a fusion reads from HBM, and the bytes that it writes there."""
         inner = self.module.computations[op.called("calls")]
         read = sum(
             min(taken, x.hbm_bytes) for taken, x in zip(self.taken(op.called("calls")), operands)
@@ -282,7 +281,7 @@ def _signature(op: Instruction, operands: list[Instruction]) -> Any:
 
 
 def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
-    """Returns what an asynchronous copy or slice delivers, of the arrays that its start names."""
+    """Returns the result of an asynchronous copy or slice, one of the arrays of its start."""
     return op.arrays[0] if op.opcode == "copy-start" else op.arrays[len(operands[0].arrays)]
 
 

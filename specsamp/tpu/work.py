@@ -32,7 +32,7 @@ def calls_of_round(whole: Work, draft_step: Work) -> tuple[Work, ...]:
     """Splits the work of a round into its calls: collectives of the draft can only hide under the
     draft's streaming.
 
-    The target's call, the first, is what the draft's steps leave of the whole.
+    The target's call, the first, is the whole without the draft's steps.
     """
     steps = whole.calls - 1
     names = [field.name for field in dataclasses.fields(Work)]
@@ -51,7 +51,7 @@ def hops(chips: Sequence[int]) -> int:
 
 def wire_ms(carried: float, chips: Sequence[int], link_bytes_per_second: float) -> float:
     """Returns the milliseconds in which every chip of a replica sends its share of some bytes to
-    all others.
+    all other chips.
 
     Bytes of an all-reduce count twice. Each axis has links in both directions; the rate is that of
     one link, one way.
@@ -166,8 +166,7 @@ class Roofline(Costs):
     """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic.
 
     Weights are read once for all sequences and all their tokens, the cache of each sequence once
-    (Pope et al., arXiv 2211.05102), and of the experts those that the tokens are expected to
-    choose.
+    (Pope et al., arXiv 2211.05102), and the experts that the tokens are expected to choose.
     """
 
     target: TransformerConfig

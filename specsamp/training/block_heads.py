@@ -1,7 +1,7 @@
 """Trains heads that draft a block in one call, as in DFlash and DSpark.
 
 Each text gets A *anchors*, positions whose token begins a block. All blocks of a text run in one
-call, each behind the context before its anchor and blind to the others. Token k of a draft is
+call, each behind the context before its anchor, without attention to another block. Token k is
 compared with the target after the true tokens before it:
 
     loss = sum_k decay^k mean [D(q_k, p_k) + m D(q_k, b_k) + BCE(confidence_k, 1 - TV(q_k, p_k))]
@@ -9,7 +9,7 @@ compared with the target after the true tokens before it:
 ``p_k`` are distributions with the head's correction, given the true token before; ``b_k`` without
 it. The weight m trains one head for both, so that its drafts can be compared with independent ones.
 DFlash has decay = exp(-1/4), as DSpark. D-PACE weighs each block by its own acceptance instead: a
-token counts as much as the draft is likely to reach it and to go on.
+token's weight is the probability that the draft reaches it and is longer.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ class TrainBlock(TrainHead):
         *,
         warp: Warp | None,
     ) -> Array:
-        """Compares the tokens of N blocks with the target, one after the other.
+        """Compares the tokens of N blocks with the target, token by token.
 
         Returns:
           ``[S, 12]``: the sums of `TrainHead`, the same without the correction, the sums of the
           binary cross-entropy of the confidence and of its distance from the acceptance. Losses are
-          weighed by `pace_weights`, if asked for.
+          weighed by `pace_weights` if ``pace`` is set.
         """
         head, target_weights = self.head, {"params": teacher["target"]}
         unembed = functools.partial(self.target.unembed_normed, target_weights)

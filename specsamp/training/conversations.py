@@ -41,8 +41,8 @@ def write_conversations(
 
     A question is dropped if it does not end by itself, is empty, or stands in an earlier
     conversation (Magpie, arXiv 2406.08464). The temperatures of the answers are spread evenly over
-    [``coolest``, 1]. Each shard is kept in a file, so that a killed run goes on where it was; a
-    longer run begins with the shards of a shorter one.
+    [``coolest``, 1]. Each shard is kept in a file, with which a killed run resumes; a longer
+    run begins with the shards of a shorter one.
 
     Args:
       folder: of the shards: ``0000.npy`` holds tokens, ``[T]``, in the narrowest unsigned type for
@@ -57,7 +57,7 @@ def write_conversations(
       longest_question, longest_answer: in tokens; a longer answer is cut.
       coolest: the lowest temperature of an answer, in [0, 1].
       seed: of the noise.
-      report: gets the number of tokens so far.
+      report: called with the number of written tokens.
 
     Raises:
       ValueError: a number out of range, no chat template, a folder of another target or of other
@@ -138,8 +138,8 @@ def write_conversations(
 
 
 def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
-    """Writes the target and the options of a folder of conversations, or compares them with those
-    it has.
+    """Writes the target and the options of a folder of conversations, or compares them with the
+    written ones.
 
     Raises:
       ValueError: they differ.
@@ -154,8 +154,8 @@ def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
 
 
 def borders(pair: Pair) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a chat before the words of its user, and those between them and the
-    answer.
+    """Returns the tokens of a chat before the user's text, and the tokens between this text and
+    the answer.
     """
     one, other = asked(pair, "A"), asked(pair, "7")
     end = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
@@ -163,5 +163,5 @@ def borders(pair: Pair) -> tuple[list[int], list[int]]:
 
 
 def asked(pair: Pair, text: str) -> tuple[int, ...]:
-    """Returns the tokens of a chat in which a user says ``text``, up to the answer."""
+    """Returns the tokens of a chat with the user's message ``text``, up to the answer."""
     return tuple(pair.tokenizer.encode_chat([{"role": "user", "content": text.strip()}]))

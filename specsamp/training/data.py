@@ -43,7 +43,7 @@ class ChatText(str):
         }
 
 
-# Or integers that are tokens but no text, such as the grey levels of an image, int32.
+# Text, or int32 tokens that are not text, for example the grey levels of an image.
 TrainingText = str | np.ndarray
 
 
@@ -104,7 +104,7 @@ def read_corpus(
       held_out: share of the files kept from training, in [0, 1], by a hash of the relative path.
 
     Raises:
-      FileNotFoundError: there is no such folder.
+      FileNotFoundError: the folder does not exist.
       ValueError: a share outside [0, 1], a line that is no conversation, an array of other values
         or of another dtype than the array before it, or no file to train on.
     """
@@ -349,8 +349,8 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the rest from
-    ``windows``.
+    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the remainder
+    from ``windows``.
     """
 
     windows: Windows

@@ -1,8 +1,8 @@
 """Trains heads that draft from a target's hidden states, by EAGLE-3's training-time test (arXiv
 2503.01840, section 3.2).
 
-In decoding a head reads the target's hidden states once and goes on with its own features. Training
-does the same for S steps. At step i row t reads the true token x_{t+1+i} and the feature that step
+In decoding a head reads the target's hidden states once, then its own features. Training does the
+same for S steps. At step i row t reads the true token x_{t+1+i} and the feature that step
 i - 1 returned for the row (at step 0 the target's hidden states), at position t + i, and predicts
 the token after x_{t+1+i}. It attends to the same features as in decoding: the target's of rows up
 to t, then its own of each step. The loss compares it with the target:
@@ -54,15 +54,15 @@ Array = jax.Array
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCache:
-    """Keys and values of the steps so far; a `LayerCache` for the attention of a head.
+    """Keys and values of the computed steps; a `LayerCache` for the attention of a head.
 
-    Row t of a step sees rows up to t of the first step, and row t of every later step so far.
+    Row t of a step attends to rows up to t of the first step, and to row t of every later one.
 
     Attributes:
       later: R, the most steps after the first.
       keys, values: of the first step, ``[B, M, T, H]``; None before it.
       own_keys, own_values: of the later steps, ``[R, B, M, T, H]``.
-      count: the number of later steps so far.
+      count: the number of computed later steps.
     """
 
     later: int
@@ -209,7 +209,7 @@ class TrainHead(Task):
     def _results(
         self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
     ) -> dict[str, Array]:
-        """Returns the loss, and by name and position the averages that are told.
+        """Returns the loss, and the logged averages by name and position.
 
         Args:
           warp: of acceptance and modes; None: temperature 1, and modes are not compared.

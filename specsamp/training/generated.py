@@ -31,10 +31,11 @@ def kept_windows(
     seed: int = 0,
     report: Callable[[int], Any] = lambda done: None,
 ) -> np.ndarray:
-    """Keeps the first ``prompt_length`` tokens of each row and lets the target write the rest.
+    """Keeps the first ``prompt_length`` tokens of each row and samples the later ones from the
+    target.
 
-    Each batch is kept in a file, so that a killed run goes on where it was. Processes take turns
-    with the batches, or write each together where none has the whole target.
+    Each batch is kept in a file, with which a killed run resumes. Processes take turns with the
+    batches, or write each together if none has the whole target.
 
     Args:
       folder: of the files.
@@ -44,10 +45,10 @@ def kept_windows(
       prompt_length: tokens that are kept, in [1, T].
       sampling: the target's warp, with numbers for all rows or for each row of a batch.
       seed: of the noise, which depends on the seed and a row's number alone.
-      report: gets the number of rows so far.
+      report: called with the number of written rows.
 
     Returns:
-      ``[rows, T + 1]`` int32. A row goes on after an end of text, with the next text.
+      ``[rows, T + 1]`` int32. After an end of text, a row continues with another text.
 
     Raises:
       ValueError: no token is kept, or none is left to write.

@@ -1,13 +1,13 @@
-"""A draft that learns while it is used, on the texts that it drafted (online speculative decoding,
-arXiv 2310.07177).
+"""Trains a draft on the texts that it drafts, during decoding (online speculative decoding, arXiv
+2310.07177).
 
     learner = DraftLearner(pair, TrainConfig(steps=1000, batch=8, learning_rate=1e-4))
     for completion in generate_many(pair, prompts, learner=learner): ...
 
-Texts follow the target whatever the draft proposes, so only speed changes, and which text a seed
-gives: `CoupledRule` alone writes the same text with any draft. Noise must not be used again: a
-draft that has learned from a text depends on the noise of that text, which must not judge its
-proposals. Use a seed once; a `Service` takes seeds of its own.
+Texts follow the target with any draft, so only speed changes, and the text of a seed: under
+`CoupledRule` alone it is the same for every draft. Noise must not be used again: a draft that was
+trained on a text depends on the noise of this text, which must not verify its proposals. Use a seed
+once; a `Service` takes seeds of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DraftLearner:
 
     Attributes:
       state: parameters and optimizer.
-      losses: of the updates so far.
+      losses: of all updates.
     """
 
     def __init__(self, pair: Pair, config: TrainConfig, length: int = 128):
@@ -42,7 +42,7 @@ class DraftLearner:
           config: of the optimizer; a batch of ``config.batch`` windows makes an update, up to
             ``config.steps`` of them.
           length: tokens that a window predicts. Texts are cut into windows; an end shorter than a
-            window waits for more.
+            window is kept for the next text.
 
         Raises:
           ValueError: naming the value and the fix.

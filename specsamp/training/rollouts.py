@@ -7,9 +7,9 @@
 A policy step samples a group of texts for each of some prompts, turns their rewards into advantages
 within the group, and makes one update. Parameters are arguments of the compiled programs: a step
 compiles nothing, and no parameter goes through the host. All texts of a step have ended before the
-parameters change, since the caches of a row that went on would be those of the old policy. Texts
-follow the policy whatever the draft proposes; a draft that stays as it was is accepted less and
-less, a draft that learns from the texts follows (online speculative decoding, arXiv 2310.07177).
+parameters change, since later the caches of a row would be of the old policy. Texts follow the
+policy with any draft; a constant draft is accepted less and less, unlike a draft that is trained on
+the texts (online speculative decoding, arXiv 2310.07177).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RolloutConfig:
         draft stays as it was.
       group: texts of each prompt.
       max_new_tokens: the budget of a text.
-      temperature: of the texts and of the policy that learns from them; above 0.
+      temperature: of the texts and of the trained policy; above 0.
       rows: texts that are decoded together.
       clip: how far the ratio of new to old probabilities counts on either side of 1.
     """
@@ -107,8 +107,8 @@ class Texts:
     """The texts of a step.
 
     Attributes:
-      tokens_BT: int32 ``[B, T + 1]``, prompts and what follows. After its end a row goes on with
-        the next texts, as windows of a training do, so that a draft learns from no padding.
+      tokens_BT: int32 ``[B, T + 1]``, prompts and completions. After its end a row has the next
+        texts, like a window of a training, so that a draft is trained on no padding.
       log_probs_BT: float32 ``[B, T]``, of each token after the first when it was sampled.
       emitted_BT: bool, whether the policy wrote it.
       advantages_B: float32, how much better its reward is than its group's.
@@ -122,7 +122,7 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient(Task):
-    """Makes texts with advantages likelier, and others less likely.
+    """Raises the probability of texts with positive advantages, and lowers it for negative ones.
 
     Attributes:
       model: the policy.
@@ -190,8 +190,8 @@ class Rollouts:
         )
 
     def describe(self, draft_task: Task | None) -> dict[str, Any]:
-        """Returns what a run must begin with and go on with: the configuration, and digests of all
-        else.
+        """Returns the identity of a run, which must not change when it resumes: the configuration,
+        and digests of all other inputs.
         """
         told = {
             "prompts": [each.prompt for each in self._requests],
@@ -273,7 +273,7 @@ def advantages(rewards: Sequence[float], group: int) -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What a policy step changes: the policy, and the draft if it learns."""
+    """The trained state: the policy, and the draft if it is trained."""
 
     policy: TrainState
     draft: TrainState | None = None
@@ -294,9 +294,9 @@ def learn(
     """Makes policy steps, from the latest checkpoint in ``folder`` if there is one.
 
     Args:
-      pair: its target is the policy that learns.
+      pair: its target is the policy.
       reward: of a prompt and its completion; higher is better.
-      draft_task: how the draft learns where ``config.draft`` is given: `TrainModel`, or `TrainHead`
+      draft_task: the draft's task if ``config.draft`` is given: `TrainModel`, or `TrainHead`
         of the pair's head. On a mesh too its models are a `TransformerLM`.
       decoding: drafter, rule and draft length, as in `generate`. Rules and drafters must be
         lossless.
@@ -389,7 +389,7 @@ def _check_draft(pair: Pair, drafter: Drafter, task: Task) -> None:
 
 
 def _trained(pair: Pair) -> Any:
-    """Returns the parameters of the draft that learn: not the ids of a reduced vocabulary."""
+    """Returns the trained parameters of the draft: all but the ids of a reduced vocabulary."""
     return {name: leaf for name, leaf in pair.draft_params.items() if name != DRAFT_IDS}
 
 
@@ -406,9 +406,7 @@ def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutCon
 def _learn_from(
     texts: Texts, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
 ) -> tuple[Learned, dict[str, float]]:
-    """Makes an update of the policy, and then of the draft if it learns; returns what they
-    measured.
-    """
+    """Updates the policy, then the draft if it is trained; returns the measured numbers."""
     (policy_task, draft_task), draft, of_draft = tasks, state.draft, {}
     policy, numbers = train_update(policy_task, config.policy, state.policy, None, texts)
     if draft_task is not None:
@@ -428,7 +426,7 @@ def _counts(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _rest(state: Learned) -> tuple[Any, ...]:
-    """Returns what a checkpoint holds beside the policy's parameters."""
+    """Returns the state in a checkpoint other than the policy's parameters."""
     return state.policy.step, state.policy.opt_state, state.draft
 
 

@@ -45,7 +45,7 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
 
 
 def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
-    """Checks that a run goes on with the "corpus" or "target" (``name``) that it began with.
+    """Checks that a run resumes with its first "corpus" or "target" (``name``).
 
     Raises:
       ValueError: its ``sha256`` differs (the message shows both descriptions), or its file is
@@ -116,7 +116,7 @@ def without_paths(config: dict) -> dict:
 
 
 def read_description(path: epath.Path) -> dict:
-    """Reads an object of a run's folder, such as the description of its corpus; raises as
+    """Reads an object of a run's folder, for example the description of its corpus; raises as
     `storage.read_json`.
     """
     try:

@@ -1,4 +1,4 @@
-"""Loads the parameters that a training begins with, or that a draft or a head learns from.
+"""Loads the initial parameters of a training, and the teacher of a draft or a head.
 
     open_trained(folder)         the model or the head of a run
         open_target(name)            the target of a pair, or the model of a run
@@ -60,9 +60,9 @@ HEADS = {
     "dspark": DSparkConfig,
 }
 
-# Fields of a head's decoder layer that come from its target where a configuration leaves them open.
-# Norms of queries and keys, windows and caps do not: public heads are plain layers beside any
-# target.
+# Fields of a head's decoder layer that come from its target unless the configuration sets them.
+# Norms of queries and keys, windows and caps do not: public heads are plain layers for
+# any target.
 OF_ITS_LAYERS = (
     *("vocab_size", "width", "num_heads", "num_kv_heads", "head_size", "feedforward_width"),
     *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling"),
@@ -78,7 +78,7 @@ class Source:
       config: its shape.
       read: reads the parameters.
       step: of the checkpoint in a run.
-      provenance: "config", "corpus" and "target" of the run, as far as its files have them.
+      provenance: "config", "corpus" and "target" of the run, if its files have them.
       public: the public checkpoint, or None.
       mesh: the mesh whose model axis splits the parameters. None: each process has all parameters.
     """
@@ -126,7 +126,7 @@ class Source:
 
     def check_split(self, held_out: float, digest: str) -> None:
         """Raises ValueError if its training read text that a run on the same files holds out, or
-        the other way round.
+        vice versa.
 
         Args:
           held_out: the share of files that the run holds out.
@@ -211,7 +211,7 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
 
     Raises:
       FileNotFoundError: no run, or no checkpoint.
-      ValueError: the other kind of run; or the configuration is damaged, or the checkpoint is, or
+      ValueError: another kind of run; or the configuration is damaged, or the checkpoint is, or
         does not fit it.
     """
     folder, fields = storage.place(folder), read_config(folder)

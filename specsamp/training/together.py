@@ -1,13 +1,13 @@
-"""Trains a target together with what will draft for it: a draft model, or a module for multi-token
-prediction.
+"""Trains a target together with its draft: a draft model, or a module for multi-token prediction.
 
     loss = cross-entropy of the target + weight * loss of the draft
 
-The gradient of the draft's loss reaches the target multiplied by ``pull``. With 0 the target learns
-from text alone (but gradients of both are clipped by their common norm). With 1 and the draft's
-objective "cross_entropy" this is multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section
-2.2): the module's loss trains the layers, the embedding and the output that it shares with the
-target. With a divergence the target is also pulled towards distributions that its draft can follow.
+The gradient of the draft's loss reaches the target multiplied by ``pull``. With 0 the target is
+trained on text alone (but gradients of both are clipped by their common norm). With 1 and the
+draft's objective "cross_entropy" this is multi-token prediction (DeepSeek-V3, arXiv 2412.19437,
+section 2.2): the module's loss trains the layers, the embedding and the output that it shares with
+the target. With a divergence the target is also pulled towards distributions that its draft can
+follow.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class TrainTogether(Task):
         return {TARGET: self.drafting.target.param_axes(), DRAFT: self.drafting.param_axes()}
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        """See `Task.loss`; also returns the target's loss, and the draft's with what its task
-        tells.
-        """
+        """See `Task.loss`; also returns both losses and the other numbers of the draft's task."""
 
         def pulled(x: Any) -> Any:
             still = jax.lax.stop_gradient(x)
@@ -85,7 +83,7 @@ class TrainTogether(Task):
         } | told
 
     def measure(self, params, teacher_params, tokens_BT, warp):
-        """Returns the target's loss as "loss", and what the draft's task measures."""
+        """Returns the target's loss as "loss", and the numbers of the draft's task."""
         told = self.drafting.measure(
             params[DRAFT], self.drafting.teacher(params[TARGET]), tokens_BT, warp
         )

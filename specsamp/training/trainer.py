@@ -111,7 +111,7 @@ class Intervals:
             validate.integer(f"intervals.{field.name}", getattr(self, field.name), 1)
 
     def due(self, step: int, steps: int) -> set[str]:
-        """Returns what is done after a step, and all after the last."""
+        """Returns the actions that are due after a step; after the last, all."""
         return {
             name for name, interval in vars(self).items() if step % interval == 0 or step == steps
         }
@@ -168,8 +168,8 @@ def state_shardings(task: Task, config: TrainConfig, mesh: Mesh) -> TrainState:
 def train_step(
     task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, tokens_ABT: Any
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens, or of whatever arrays the
-    task reads.
+    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens, or of the arrays that
+    the task reads.
 
     Returns:
       The new state, and scalars for the log: the loss, other metrics of the task, and the norm of

@@ -57,7 +57,7 @@ class Task(abc.ABC):
           teacher_params: parameters that this task does not train (a target's), or None.
           tokens_BT: ``[B, T + 1]`` int32: inputs and, shifted by one, labels.
           key: of this microbatch, for tasks that draw random numbers.
-          step: updates made so far, for tasks that change with it.
+          step: the number of updates, for tasks that change with it.
         """
 
     @abc.abstractmethod

@@ -332,7 +332,7 @@ def test_where_grammars_are_refused():
     ):
         generate(wide, ["a"] * 8, 4, sampling=chain(follow))
     with pytest.raises(
-        ValueError, match="a log does not tell grammars apart: leave out log, or the grammar"
+        ValueError, match="a log cannot distinguish grammars: leave out log, or the grammar"
     ):
         generate_many(pair, ["a"], 4, sampling=chain(follow), log="never.jsonl")
     with pytest.raises(

@@ -336,7 +336,7 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
         ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, of 40 for prompt and text: shorten it"),
         ({"prompt": "a", "draft_length": 3}, "draft_length must be"),
         ({"prompt": "a", "stop_token_ids": [999]}, "a stop id"),
-        ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
+        ({"prompt": "a", "n": 128}, "needs 128 completions; the limit is 6"),
         (
             {"prompt": "a", "logit_bias": {"257": 1}},
             "a biased token must be an id below 257; got 257",

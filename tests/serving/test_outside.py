@@ -269,7 +269,7 @@ def test_clients_take_rows_in_turn(monkeypatch):
         ask("a", number)
     for client in "bc":
         ask(client, 0)
-    with pytest.raises(Busy, match="6 of your texts are running or waiting, of 6"):
+    with pytest.raises(Busy, match="you have 6 completions in progress; the limit per client is 6"):
         ask("a", 6)
     made.start()
     gate.open()

@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
         (dict(prompts=["a"], stop=["a"] * 33), "33 stop texts: at most 32"),
         (
             dict(prompts=["a"], num_samples=7),
-            "7 texts are asked for, of 6 that are taken at a time",
+            "the request needs 7 completions; the limit is 6: request fewer",
         ),
         (dict(prompts="ab"), "prompts must be a list; got 'ab'"),
     ):
