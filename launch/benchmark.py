@@ -18,7 +18,7 @@ resumes, and another grid of the same configuration adds its cells. A file belon
 --sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid.
 
 --replica=i/N measures every N-th cell into a file of its own; the command without it takes over the
-cells of all replicas and measures the others.
+cells of all replicas and measures the missing ones.
 """
 
 import time

@@ -1,5 +1,5 @@
-"""Holds a conversation with a pair: streams answers, coloured by who wrote each token, and keeps
-turns in the caches.
+"""Holds a conversation with a pair: streams answers, with tokens coloured by their author, and
+keeps turns in the caches.
 
     python launch/chat.py --config=configs/hf.py:llama-8b-eagle3 --config.max_new_tokens=512
     python launch/chat.py --system='Answer in one sentence.' --config=FILE
@@ -86,7 +86,7 @@ def ask(console: Console) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The turns so far, and the tokens of their whole text."""
+    """The past turns, and the tokens of their whole text."""
 
     asked: str
     answered: str

@@ -1,5 +1,5 @@
-"""Shows speculative decoding in a minute: a trained pair writes Python, every token coloured by who
-wrote it.
+"""Shows speculative decoding in a minute: a trained pair writes Python, every token coloured by its
+author.
 
     bash launch/demo.sh
     python launch/demo.py --prompt='def fibonacci(n):'
@@ -137,7 +137,7 @@ def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentCo
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
-    """Prints a prompt and its text, each token coloured by who wrote it; for a batch, the first
+    """Prints a prompt and its text, each token coloured by its author; for a batch, the first
     row.
     """
     stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
@@ -217,7 +217,7 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
 
 def committed_speedups() -> tuple[str, str, str]:
     """Returns a row of the table: the speedups of the README, greedy and sampled."""
-    from launch.lib import study  # it takes a second, which the first text need not wait for
+    from launch.lib import study  # takes a second, so after the first text
 
     name = "python_pair_machine"
     if not (study.RESULTS / f"{name}.json").exists():

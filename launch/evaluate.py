@@ -63,7 +63,7 @@ WAYS = {
     PLAIN: {"rule": "token", "draft_length": 0},
     ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0},
 }
-FEW = 20  # problems, of which a bootstrap says little
+FEW = 20  # problems; a bootstrap of fewer is uncertain
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
 _SOURCE = flags.DEFINE_string(
@@ -344,7 +344,7 @@ def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
 
 
 def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
-    """Returns the identity of a file of blocks, as far as it is known before a pair is read."""
+    """Returns the part of the identity of a file of blocks that needs no pair."""
     left_out = (
         "rule",
         "drafter",

@@ -1,5 +1,4 @@
-"""Learns in twenty minutes what a TPU makes of this package; the file and the table are what to
-send back.
+"""Tests this package on a TPU in twenty minutes; send the file and the table back.
 
     python launch/first_tpu.py                            # one chip, such as Colab's v5e-1
     python launch/first_tpu.py --config.mesh.model=4      # the four chips of a host
@@ -13,9 +12,9 @@ with the package; "times", milliseconds of a plain step, a draft step, scoring a
 --config; "estimate", what the compiler estimates for the same programs. The times of single calls
 hold the launch of a program. Estimates are of caches that are full.
 
-The file is written after each part, so the same command goes on after an interruption: parts that
-passed are kept, those that failed are tried again. A part in which the process died is tried last.
-A part that fails is named with its error, and the others still run.
+The file is written after each part, so the same command resumes: passed parts are kept, failed
+parts are tried again. A part in which the process died is tried last. A failed part is named with
+its error, and all other parts run.
 
 Exit status: 0, all parts passed; 1, a part failed; 2, there is no TPU, or the file is of another
 run.
@@ -102,7 +101,7 @@ SAME_RUN = (
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a part found: a line on it, and the rest as JSON."""
+    """The result of a part: a line, and JSON."""
 
     passed: bool
     said: str
@@ -136,7 +135,7 @@ def main() -> int:
         if name.partition(" ")[0] in _PARTS.value
     }
     missing = [name for name in asked if not done.get(name, {}).get("passed")]
-    # Those that killed the process last.
+    # Parts that killed the process are last.
     missing.sort(key=lambda name: "began" in done.get(name, {}))
     with entry.keeps(f"{_OUTPUT.value} has the parts so far, and the same command continues"):
         for name in missing:
@@ -153,7 +152,7 @@ def main() -> int:
 
 
 def identity_of(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns what all parts of a file share: versions, devices and the pair that is timed."""
+    """Returns the shared settings of all parts of a file: versions, devices and the timed pair."""
     here = machine.environment()
     known = {name: here[name] for name in SAME_RUN} | {"libtpu": machine.version("libtpu")}
     return known | {"interpret": _INTERPRET.value, "config": config.recorded}
@@ -174,7 +173,7 @@ def read_parts(path: str, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(parts: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Writes the file as it is now, once, whatever the number of processes."""
+    """Writes the file, in process 0."""
     if entry.is_first() and not storage.is_stream(_OUTPUT.value):
         storage.write(
             _OUTPUT.value, report.json_text(entry.header() | {"identity": identity, "parts": parts})
@@ -193,12 +192,12 @@ def make_parts(config: ExperimentConfig) -> dict[str, Callable[[], Found]]:
 
 
 def run_part(name: str, part: Callable[[], Found], console: Console) -> dict[str, Any]:
-    """Runs a part; returns what it found or which error ended it, as JSON."""
+    """Runs a part; returns its result or its error as JSON."""
     start, error = time.monotonic(), None
     with entry.progress(console, name):
         try:
             found = part()
-        except Exception as met:  # of any kind: the other parts still run
+        except Exception as met:  # of any kind: all other parts run
             found = Found(False, f"{type(met).__name__}: {' '.join(str(met).split())[:300]}")
             error = traceback.format_exc()
     seconds = round(time.monotonic() - start, 1)
@@ -353,7 +352,7 @@ def line_of(name: str, part: Mapping[str, Any]) -> str:
 
 
 def table_of(parts: Mapping[str, Any]) -> report.Table:
-    """Tabulates the parts, and the measured times beside the compiler's estimates."""
+    """Tabulates the parts, and the measured times with the compiler's estimates."""
     rows = [
         (name, "passed" if part["passed"] else "FAILED", entry.visible(part["said"]))
         for name, part in parts.items()

@@ -1,4 +1,4 @@
-"""Writes completions for a file of prompts; a killed run goes on where it was.
+"""Writes completions for a file of prompts; a killed run resumes.
 
     python launch/generate.py --prompts=prompts.jsonl --output=runs/texts.jsonl --rows=16
     python launch/generate.py --prompts=prompts.jsonl --output=gs://BUCKET/texts.jsonl --replica=3/8
@@ -7,17 +7,17 @@ A line of --prompts is {"prompt": TEXT} or {"messages": [...]}, and may have an 
 default its place, counted from 0. A line of --output is a completion, whose "prompt_id" names the
 prompt. The same command resumes.
 
---replica=i/N takes the ids that leave i when divided by N, and writes a file of its own beside
---output. A text depends on its prompt, its id and the seed alone, unless the drafter looks at
+--replica=i/N takes the ids that are i modulo N, and writes a file of its own in the folder of
+--output. A text depends on its prompt, its id and the seed alone, unless the drafter uses
 several rows, so replicas write the texts of one run. The command without --replica takes over the
 files of all replicas, and decodes what is missing.
 
     python launch/generate.py --config=configs/hf.py:TARGET --conversations=2000000 \\
         --output=runs/chats --rows=32
 
-lets a tuned target write so many tokens of conversations, questions as well as answers of up to
---config.max_new_tokens, to train a draft or a head on: --output is a folder of token ids. More
-tokens later begin with the same conversations.
+decodes so many tokens of conversations from a tuned target, questions and answers of up to
+--config.max_new_tokens, to train a draft or a head on: --output is a folder of token ids. A later
+run with more tokens begins with the same conversations.
 """
 
 import time

@@ -7,15 +7,17 @@
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0.8, "seed": 1}'
 
-    from openai import OpenAI client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-    for chunk in client.completions.create(model="python", prompt="def fibonacci(n):",
-    max_tokens=64, stream=True): print(chunk.choices[0].text, end="")
+    from openai import OpenAI
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    chunks = client.completions.create(model="python", prompt="def f(n):", stream=True)
+    for chunk in chunks:
+        print(chunk.choices[0].text, end="")
 
-A text is the one that `generate` writes with the same seed, alone. Each request brings its own
-sampling, seed, budget and stop texts; drafter and rule are the configuration's.
+A text equals that of `generate` with the same seed. Each request has its own sampling, seed, budget
+and stop texts; drafter and rule are the configuration's.
 usage.completion_tokens_details counts the drafted tokens that were accepted and rejected. GET
-/health says how busy the rows are, GET /metrics all counts for Prometheus, and the page at / shows
-a text while it is written. Takes libraries: pip install -e '.[serve]'.
+/health has the counts of busy rows, GET /metrics all counts for Prometheus, and the page at / shows
+a text while it is decoded. Libraries: pip install -e '.[serve]'.
 """
 
 import dataclasses
@@ -101,7 +103,7 @@ _REQUIRE_EXACT = entry.define("require_exact")
 
 def main() -> None:
     console = entry.make_console()
-    # What ends processes ends this one as Ctrl-C does.
+    # SIGTERM ends this process as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from specsamp.serving.endpoint import Endpoint
@@ -157,8 +159,7 @@ def end(service: Service, at_once: bool) -> None:
     """Waits for the slice that runs, and for the program that is being compiled, which may take
     minutes.
 
-    A second interrupt, before or while it waits, ends this process at once; a normal exit would
-    wait as well.
+    A second interrupt ends this process at once, without a normal exit, which would block too.
     """
     service.close()
     try:

@@ -10,8 +10,8 @@ python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head 
     --config.target=python
 python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/together
 
-A run of both leaves two runs in its folder, `runs/together/target` and `runs/together/draft`, for
-other commands.
+A run of both has two runs in its folder for other commands, `runs/together/target` and
+`runs/together/draft`.
 """
 
 import contextlib
@@ -328,7 +328,7 @@ def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
 
 
 def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:
-    """Returns the training task: a draft or a head, beside its target or together with it, or a
+    """Returns the training task: a draft or a head, alone or together with its target, or a
     target.
     """
     if config.together is not None:

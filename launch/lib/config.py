@@ -88,8 +88,8 @@ class ConfigFlag:
 
 
 def load_file(text: str) -> types.ModuleType:
-    """Runs the file of ``FILE.py:WORD`` and returns it as a module; raises ValueError if there is
-    no such file.
+    """Runs the file of ``FILE.py:WORD`` and returns it as a module; raises ValueError if it does
+    not exist.
     """
     name = text.partition(":")[0]
     places = [pathlib.Path(name).expanduser(), CHECKOUT / name]
@@ -117,8 +117,8 @@ def _own_code(text: str) -> Iterator[None]:
 
 
 def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict:
-    """Returns the configuration of ``FILE.py:WORD``; raises ValueError if there is no such file or
-    word.
+    """Returns the configuration of ``FILE.py:WORD``; raises ValueError if the file or the word
+    does not exist.
     """
     module = module or load_file(text)
     with _own_code(text):

@@ -40,8 +40,8 @@ from specsamp.mesh import distributed
 from specsamp.models.compiling import is_full_disk, is_out_of_memory
 from specsamp.replica import Replica
 
-# The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and
-# complain.
+# The tests install a TPU's compiler. Without a TPU, JAX would search for one at length and print
+# errors.
 if importlib.util.find_spec("libtpu") and not has_tpu():
     if not any(
         importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -51,9 +51,9 @@ if importlib.util.find_spec("libtpu") and not has_tpu():
 UNUSABLE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 ENDLESS = 2**31  # no flag takes a number as large
 HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
-WIDTH_OF_FILES = 160  # columns of what is no terminal
+WIDTH_OF_FILES = 160  # columns of files and pipes
 SAY_EVERY_SECONDS = 20.0
-INSTALLED = "specsamp"  # the program, where a wheel brought the commands along
+INSTALLED = "specsamp"  # the program of an installed wheel
 DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
 BRACKETS = "⟦", "⟧"
 
@@ -108,8 +108,8 @@ def define(name: str) -> flags.FlagHolder:
 
 
 def parse_replica(text: str | None, output: str | None) -> Replica:
-    """Returns the replica of --replica; raises ValueError if --output is no file, beside which its
-    part is written.
+    """Returns the replica of --replica; raises ValueError if --output is not a file, in whose
+    folder its part is written.
     """
     replica = Replica.parse(text)
     if text is not None and (not output or storage.is_stream(output)):
@@ -118,9 +118,7 @@ def parse_replica(text: str | None, output: str | None) -> Replica:
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
-    """Raises ValueError for flags that have no effect together with the rest of the
-    command line.
-    """
+    """Raises ValueError for flags that have no effect with this command line."""
     for name in sorted(names):
         if flags.FLAGS[name].present:
             raise ValueError(f"--{name} has no effect: {why}")
@@ -141,8 +139,8 @@ def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> Non
 def status_of(
     main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]
 ) -> int:
-    """Parses flags and --config, joins other processes if asked to, calls ``main`` and returns its
-    exit status, or 0.
+    """Parses flags and --config, joins other processes if flags say so, calls ``main`` and returns
+    its exit status, or 0.
     """
     return guarded(lambda: _status(main, config, arguments))
 
@@ -193,7 +191,7 @@ def _status(
         return 0
     parse_arguments(config, arguments)
     logging.use_absl_handler()
-    logging.set_verbosity(logging.FATAL)  # what goes wrong is raised, and told in one line
+    logging.set_verbosity(logging.FATAL)  # errors are raised, and printed in one line
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     if _DISTRIBUTED.value or numbers != (None, None, None):
         try:
@@ -273,7 +271,7 @@ def _help(
     ):
         flag = flags.FLAGS[name]
         default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
-        text = flag.help.partition(";\n")[0]  # absl says what "may be repeated" says
+        text = flag.help.partition(";\n")[0]  # without absl's "may be repeated"
         choices, text = re.match(r"(?:(<.*?>): )?(.*)", text, re.DOTALL).groups("")
         lines.append(f"  --{name}{choices and '='}{choices}: {text}{default}")
     if config is not None:
@@ -307,10 +305,10 @@ def own(piece: str, console: Console) -> Text:
 
 
 class Pieces:
-    """A growing text, coloured by who wrote each token.
+    """A growing text, each token coloured by its author.
 
     Attributes:
-      text: so far.
+      text: the present text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console):
@@ -440,9 +438,7 @@ def check_output(path: str | None, flag: str = "output") -> None:
 
 
 def write_result(path: str | None, document: dict, console: Console) -> None:
-    """Writes a result as JSON, after the command and the environment; once, whatever the number of
-    processes.
-    """
+    """Writes a result as JSON, after the command and the environment, in process 0."""
     if path and is_first():
         storage.write(path, report.json_text(header() | document))
     say_written(path, console)

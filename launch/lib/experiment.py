@@ -36,7 +36,7 @@ CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Experiment:
-    """Holds the objects that a configuration such as configs/random_pair.py describes."""
+    """Holds the objects that a configuration describes, for example configs/random_pair.py."""
 
     pair: Pair
     pair_name: str | None  # None: random parameters
@@ -105,7 +105,7 @@ def build(
         validate.integer("--config.exit_layer", config.exit_layer, 1, known["target"].num_layers)
     # Heads in files are checked when opened.
     if "target" in known and ("draft" in known or word.draft not in HEADS):
-        # Refuses what does not fit the target.
+        # Refuses drafters that do not fit the target.
         drafter = config.make_drafter(known["target"], known.get("draft"))
         config.adaptive.make(drafter)
     for side, model in known.items():

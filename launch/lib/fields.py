@@ -119,7 +119,7 @@ class MeshFields:
     data: Positive = 1
     model: Positive = 1
     draft_model_parallelism: Whole = 0
-    num_kv_heads: int | None = None  # of public checkpoints; otherwise the shape says it
+    num_kv_heads: int | None = None  # of public checkpoints; otherwise of the shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(Config):
-    """The fields of a configuration such as configs/random_pair.py, each read once and checked.
+    """The fields of a configuration (configs/random_pair.py), each read once and checked.
 
     configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by
     the shapes ``target`` and ``draft``, of random weights.
@@ -345,8 +345,8 @@ class ExperimentConfig(Config):
 
 
 def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as
-    "train.".
+    """Returns a dataclass of the fields of a configuration, or of the fields in a ``group``
+    ("train.").
     """
     if kind is ModelFields:
         return ModelFields(fields)

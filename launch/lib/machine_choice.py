@@ -35,7 +35,7 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 
 ACCEPTANCE = "acceptance.json"  # in the folder of a pair
-FEW_PROMPTS = 4  # that are decoded where no file says what is accepted
+FEW_PROMPTS = 4  # decoded if no file has the acceptance
 
 
 def for_machine(config: ExperimentConfig, console: Console) -> ExperimentConfig:

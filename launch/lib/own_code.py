@@ -17,16 +17,16 @@ def is_own(word: str) -> bool:
 
 
 def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
-    """Runs the file of ``FILE.py:EXPRESSION`` and returns the value of the expression, such as
+    """Runs the file of ``FILE.py:EXPRESSION`` and returns the value of the expression, for example
     ``MyDrafter(K)``.
 
     Args:
       field: of the configuration, for messages.
       kind: of the value.
-      names: values that the expression may use, besides all names of the file.
+      names: values that the expression may use, in addition to all names of the file.
 
     Raises:
-      ValueError: there is no such file, its code or the expression fails, or the value is of
+      ValueError: the file does not exist, its code or the expression fails, or the value is of
         another kind.
     """
     path, expression = word.split(".py:", 1)

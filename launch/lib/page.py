@@ -4,7 +4,7 @@
     <!-- files: NAME NAME -->   origin of results: files, machine, versions and commands
     <!-- end -->
 
-What stands between a mark and its end is replaced. Every committed result must be in a mark.
+The text between a mark and its end is replaced. Every committed result must be in a mark.
 """
 
 import pathlib

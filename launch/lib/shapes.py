@@ -55,7 +55,7 @@ def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadC
 
 
 def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
-    """Returns the models whose shapes are known without reading weights: none for a pair in a
+    """Returns the models whose shapes need no reading of weights: none for a pair in a
     folder.
     """
     int8 = config.int8.sides

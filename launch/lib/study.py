@@ -233,16 +233,14 @@ def answers(document: Document) -> Iterator[tuple[Key, Any]]:
 
 
 def cpu_of(document: Document) -> str:
-    """Returns the machine of a result, such as "2 CPU cores (AMD EPYC)"; older files do not name
-    the CPU.
-    """
+    """Returns the machine of a result, "2 CPU cores (AMD EPYC)"; older files name no CPU."""
     environment = (document if "environment" in document else document["cells"][0])["environment"]
     named = [environment.get("cpu"), *environment.get("instructions", ())]
     return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")
 
 
 def law(key: Key) -> str:
-    """Returns the name of a distribution, such as "T = 0.8, top-p 0.95"."""
+    """Returns the name of a distribution: "T = 0.8, top-p 0.95"."""
     return "T = {temperature:g}, top-p {top_p:g}".format(**key) if key["temperature"] else "greedy"
 
 

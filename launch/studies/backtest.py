@@ -1,5 +1,4 @@
-"""Predicts every published TPU measurement from the others: what milliseconds of this package are
-worth.
+"""Predicts every published TPU measurement from all other ones: the error of our milliseconds.
 
     python launch/study.py backtest --output=runs/tpu_backtest.json
 
@@ -24,7 +23,7 @@ COVERED = 0.9  # the share of rows that a band should cover
 
 def measure(options, key, say) -> dict[str, Any]:
     """Predicts the published rows."""
-    # What was left out of the fit, the row, and its forecast.
+    # The kind of the left-out rows, the row, and its forecast.
     found = [(by, *pair) for by in ("layout", "source") for pair in held_out(by)]
     others = [row for row in published() if row.kind not in ("step", "collective")]
     found += [("kind", row, fit_published().of_row(row)) for row in others]
@@ -67,8 +66,8 @@ def parts_of(checks: Sequence[Document]) -> dict[str, list[Document]]:
 
 
 def summary(checks: Sequence[Document]) -> tuple[str, ...]:
-    """Returns how forecasts did: rows, median and worst error, how many bands hold, and what nine
-    of ten would need.
+    """Returns the errors of forecasts: rows, median and worst error, the number of bands that hold,
+    and the factor for nine of ten.
     """
     bands = [(check["band"], check["measured_ms"]) for check in checks]
     errors = (

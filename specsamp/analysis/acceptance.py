@@ -43,7 +43,7 @@ def rate_error(rate: float, num_verified: int) -> float:
     """Returns the standard error of an acceptance rate on these texts, nan where nothing was
     verified.
 
-    Given the text so far, each verified token is accepted or rejected by one random draw, so the
+    Given the text before it, each verified token is accepted or rejected by one random draw, so the
     error is binomial.
     """
     return math.sqrt(rate * (1 - rate) / num_verified) if num_verified else math.nan
@@ -79,7 +79,7 @@ class Profile:
     Attributes:
       by_position: ``P(n >= i | n >= i - 1)``, i = 1, 2, ...
       beyond: the same at all later positions.
-      error: the relative standard error of tokens per round; 0 if they are known exactly.
+      error: the relative standard error of tokens per round; 0 if they are exact.
     """
 
     by_position: tuple[float, ...]

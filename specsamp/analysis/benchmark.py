@@ -169,8 +169,8 @@ def benchmark(
 def _split(
     sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]
 ) -> RoundSplit | None:
-    """Times the calls of a round; None if the length adapts, or where they do not fit into memory
-    beside the decoders.
+    """Times the calls of a round; None if the length adapts, or if they do not fit into memory
+    with the decoders.
     """
     if jax.config.jax_disable_jit or sides["speculative"].method.adaptive is not None:
         return None
@@ -213,8 +213,8 @@ def write_profile(decoder: TimedDecoder, folder: str | os.PathLike) -> None:
 
 
 def memory_use(weights: Any, caches: Any) -> dict[str, Any]:
-    """Returns the bytes of these arrays on one device, and the peak of the device so far, or of the
-    process on a CPU.
+    """Returns the bytes of these arrays on one device, and the peak of the device, on a CPU of
+    the process.
     """
     counted = jax.local_devices()[0].memory_stats() or {}
     peak = counted.get("peak_bytes_in_use")

@@ -1,8 +1,9 @@
 """Times the calls of a round by themselves: a draft, and the target's call for several numbers of
 positions.
 
-    costs = time_calls(pair, {"model": Method(drafter=ModelDrafter(pair.draft, TIMED_LENGTH))},
-    Workload()) make_plan(Profile.of_positions((0.8, 0.85)), costs["model"]).best.draft_length
+    methods = {"model": Method(drafter=ModelDrafter(pair.draft, TIMED_LENGTH))}
+    costs = time_calls(pair, methods, Workload())
+    make_plan(Profile.of_positions((0.8, 0.85)), costs["model"]).best.draft_length
 
 Calls take turns. One that was timed alone in a loop would be too fast: its weights would stay in a
 CPU's cache. Each time holds the launch of a program: compare calls with each other, not with a

@@ -2,7 +2,7 @@
 
 Every class has ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
 decoding. `specsamp.tpu.work.Roofline` adds lower bounds, `specsamp.tpu.pair_report.compiled_costs`
-those of compiled programs.
+costs of compiled programs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ CLOCK_DRIFT = 0.016
 
 
 def clock_error(errors: Iterable[float]) -> float:
-    """Returns the relative standard error of rounds that were timed, from those of their
-    medians.
-    """
+    """Returns the relative standard error of timed rounds, from the errors of their medians."""
     return math.hypot(float(np.median([*errors])), CLOCK_DRIFT)
 
 
@@ -33,7 +31,7 @@ def clock_error(errors: Iterable[float]) -> float:
 class Costs:
     """Costs as `specsamp.analysis.planner.make_plan` needs them."""
 
-    error: float = 0.0  # the relative standard error of a round's time; 0 if it is known exactly
+    error: float = 0.0  # the relative standard error of a round's time; 0 if it is exact
     bounds: tuple[Costs, ...] = ()  # the lowest and the highest costs, where a forecast has a band
     # One of them is true: a speedup compares two programs within each.
     scenarios: tuple[Costs, ...] = ()
@@ -45,7 +43,7 @@ class Costs:
 
     def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
         """Returns the milliseconds of a round of a token tree; raises ValueError if these costs
-        know chains alone.
+        are of chains alone.
 
         Args:
           depth: of the tree; each level is a call of the draft.
@@ -141,7 +139,7 @@ class PerCall(Costs):
 
 
 def _line(ms: Mapping[int, float], where: int) -> float:
-    """Interpolates between known draft lengths, and extrapolates with the slope of the longest
+    """Interpolates between measured draft lengths, and extrapolates with the slope of the longest
     half.
 
     The slope beyond the longest is never negative: a noisy clock must not make longer rounds ever

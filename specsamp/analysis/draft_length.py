@@ -6,8 +6,8 @@
     completions = generate(pair, prompts, draft_length=adaptive.usual)  # the best constant
 
 A clock decides, so another machine may get another K, and with it other tokens from the same seed.
-Write the K down to reproduce a run. Where the costs of calls are known, `specsamp.analysis.costs`
-forecasts those of rounds.
+Write the K down to reproduce a run. From the costs of calls, `specsamp.analysis.costs`
+forecasts the costs of rounds.
 """
 
 from __future__ import annotations

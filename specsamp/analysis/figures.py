@@ -1,7 +1,7 @@
 """The look of all figures: one palette, one style.
 
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers
-tell apart. Lines differ in `STYLES`, too, for print. Only drawing imports matplotlib.
+The colours are Okabe and Ito's (https://jfly.uni-koeln.de/color/), distinct for colour-blind
+readers. Lines differ in `STYLES`, too, for print. Only drawing imports matplotlib.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072b2", "#d55e00", "#009e73", "#cc7
 SKY, YELLOW, GREY = "#56b4e9", "#f0e442", "#787e85"  # this grey is read on light and on dark pages
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)  # of curves, in this order
 STYLES = ("-", "--", "-.", ":")
-# Distributions, and what came of a draft.
+# Distributions, and results of a draft.
 TARGET, DRAFT, KEPT, WRONG = BLUE, ORANGE, GREEN, VERMILLION
 # Of a token.
 WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": SKY, "bonus": YELLOW}
@@ -50,7 +50,7 @@ def set_style() -> None:
 
 
 def to_png(figure: Any) -> bytes:
-    """Returns a figure as PNG, and forgets it."""
+    """Returns a figure as PNG, and closes it."""
     import matplotlib.pyplot as plt
 
     picture = io.BytesIO()

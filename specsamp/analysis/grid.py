@@ -1,13 +1,13 @@
-"""Measures many cells into one file: each is written when it is done, and a run that was
-interrupted goes on.
+"""Measures many cells into one file: each is written at once, and an interrupted run resumes.
 
-    results = Results.open("results.json", {"pair": ..., "config": ...}) measure_cells([{"key": key}
-    for key in keys], lambda number, say: measure(keys[number]), results)
+    results = Results.open("results.json", {"pair": ..., "config": ...})
+    cells = [{"key": key} for key in keys]
+    measure_cells(cells, lambda number, say: measure(keys[number]), results)
 
 A file belongs to one identity: pair, configuration, device, machine. A cell is identified by its
 key. A cell that the file holds is measured again only with ``again``, and then replaces the old
 one; so a grid may be measured in several runs. A file that holds anything else is refused and left
-alone. A cell that runs out of memory is recorded as such.
+alone. A cell that runs out of memory is recorded as "out_of_memory".
 
 This module also reads the cells of a file: their names in words, their counts, and the planner's
 costs and acceptance.
@@ -38,7 +38,7 @@ from specsamp.mesh.distributed import from_first
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.synthetic import LABEL
 
-Key = Mapping[str, Any]  # names and numbers that tell a cell from the others of its file
+Key = Mapping[str, Any]  # names and numbers that identify a cell in its file
 Measured = Mapping[str, Any]  # as JSON: "key", "workload", and "result" or "out_of_memory"
 
 # Cells whose programs are kept: Linux allows a process 65,530 mappings, a program takes several.
@@ -77,11 +77,11 @@ class Results:
 
         Args:
           path: local or in a bucket.
-          identity: what all cells of the file share, or the part that is known so far; as JSON.
+          identity: the shared settings of all cells, or a part of them; as JSON.
 
         Raises:
-          ValueError: the file holds something else, or cells of another identity; the message says
-            what differs.
+          ValueError: the file holds something else, or cells of another identity; the message lists
+            the differences.
         """
         here = report.as_json(identity)
         new = cls(path=path, document={"identity": here, "cells": []})
@@ -91,7 +91,7 @@ class Results:
             or storage.is_stream(path)
             or not storage.place(path).exists()
         ):
-            return new  # the first process writes, and says to all which cells are missing
+            return new  # process 0 writes, and broadcasts the missing cells
         storage.check_regular(path)
         if not storage.place(path).read_bytes().strip():
             return new
@@ -171,9 +171,7 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
-    """Returns a line on where and when the cells of a document were measured, as far as it is
-    known.
-    """
+    """Returns a line on the machine and the date of the cells of a document."""
     known = document.get("environment") or {}
     names = {
         "cpu": "{}",
@@ -203,12 +201,12 @@ def measure_cells(
 
     Args:
       cells: the "key" of each cell, and other fields that are written with its result.
-      measure: returns the result of the cell of a number; it also gets a function that shows what
-        is going on.
-      again: measures all cells and replaces those in the file one by one, except by running out of
+      measure: returns the result of the cell of a number; its second argument is a
+        function that shows progress.
+      again: measures all cells and replaces the file's cells one by one, except by running out of
         memory.
       header: makes the header of the file and of each cell at the time of writing.
-      progress: gets a line on the cell that is being measured.
+      progress: called with a line on the cell that is being measured.
     """
     now = {}
     # All processes must measure the same cells, also where they see different files.

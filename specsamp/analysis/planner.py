@@ -1,11 +1,12 @@
 """Forecasts whether speculation pays, and with which K: from acceptance and costs, before anything
 is decoded.
 
-    plan = make_plan(Profile.of_rate(0.8), PerCall(target_ms=14.1, draft_ms=1.8), batch=4,
-    new_tokens=128) plan.best.draft_length, plan.best.speedup
+    costs = PerCall(target_ms=14.1, draft_ms=1.8)
+    plan = make_plan(Profile.of_rate(0.8), costs, batch=4, new_tokens=128)
+    plan.best.draft_length, plan.best.speedup
 
 A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) and takes ``round_ms``
-(`specsamp.analysis.costs`). K = 0 is plain decoding and is compared with the others.
+(`specsamp.analysis.costs`). K = 0 is plain decoding, the baseline.
 
 A batch ends with its slowest sequence. With ``new_tokens`` the planner draws the rounds of 8,000
 sequences, and computes how many rounds the slowest of B of them needs. Without ``new_tokens``
@@ -80,7 +81,7 @@ def make_plan(
     Args:
       acceptance: a profile, or one for each K, counted with the rule that will decode.
       draft_lengths: the K to compare, at most 1024; 0 is always among them.
-      context: slots of the caches; None leaves it to the costs.
+      context: slots of the caches; None: the costs' own.
       new_tokens: of every sequence; None: sequences never end.
 
     Raises:
@@ -133,7 +134,7 @@ def rounds_per_token(
     random = np.random.default_rng(0)
     left_R, rounds_R = np.full(DRAWS, new_tokens), np.zeros(DRAWS)
     while (running_R := left_R > 0).any():
-        # Spread evenly, so that few draws say as much as many.
+        # Spread evenly, so that few draws have the precision of many.
         uniforms_R = (random.permutation(DRAWS) + 0.5) / DRAWS
         left_R -= 1 + (uniforms_R[:, None] < survival_K).sum(1)
         rounds_R += running_R

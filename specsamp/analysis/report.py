@@ -20,7 +20,7 @@ GAP = 2  # spaces between columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text; the first ``left`` columns are aligned to the left, the others to the right.
+    """Cells of text; the first ``left`` columns are aligned to the left, all other to the right.
 
     A cell in ``**two stars**`` is bold, on the console too.
     """
@@ -43,9 +43,7 @@ class Table:
         )
 
     def to_markdown(self) -> str:
-        """Returns the table as Markdown, followed by the note; the page says what the
-        title does.
-        """
+        """Returns the table as Markdown, followed by the note; the page has the title."""
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
         return f"{text}\n\n{self.note}" if self.note else text

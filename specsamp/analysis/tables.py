@@ -182,7 +182,7 @@ def _acceptance_table(counts: RowStats) -> Table:
 
 
 def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
-    """Formats the value, and its interval in brackets unless the value is known exactly."""
+    """Formats the value, and its interval in brackets unless the value is exact."""
     number = f"{float(f'{value.value:.{digits}g}'):g}{unit}"
     return number if value.lower == value.upper else f"{number} ({span(value, '', digits)})"
 

@@ -120,7 +120,7 @@ class Timing:
 
     prefill_seconds: float
     loop_seconds: float
-    rounds: int  # of the loop: those of its slowest row
+    rounds: int  # rounds of the slowest row
     rows: tuple[RowStats, ...]
     texts: tuple[tuple[int, ...], ...]  # the tokens of each row, prompt excluded
     from_draft: tuple[tuple[bool, ...], ...]  # whether each of them had been drafted

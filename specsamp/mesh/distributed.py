@@ -26,8 +26,8 @@ import numpy as np
 from specsamp import machine, validate
 from specsamp.jax_names import multihost_utils
 
-# Seconds until the death of a process is noticed, and for which processes wait for each other at
-# the start. Raise both on a machine that is too busy to answer in time.
+# Seconds until the death of a process is detected, and until a start with missing processes fails.
+# Raise it on a machine that is too busy for regular heartbeats.
 HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
 CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
 
@@ -40,11 +40,11 @@ def start(
     """Joins the processes of a job and checks that all of them run the same code. Call it before
     any other use of JAX.
 
-    When one process dies, the other processes end within `HEARTBEAT_SECONDS`, see `end_on_abort`.
+    When a process dies, all processes end within `HEARTBEAT_SECONDS`, see `end_on_abort`.
 
     Args:
       coordinator: "host:port" of process 0. Give all three arguments; or none on a TPU pod, under
-        Slurm and under Open MPI, where JAX finds the processes.
+        Slurm and under Open MPI, whose processes JAX detects.
       num_processes: number of processes of the job.
       process_id: number of this process, from 0.
 
@@ -114,7 +114,7 @@ def end_on_abort(message: str) -> None:
 def end_now(message: str, status: int = 1) -> NoReturn:
     """Prints ``message`` as the last line of this process and ends it.
 
-    A normal exit would wait up to `HEARTBEAT_SECONDS` for the process that died, and would then be
+    A normal exit would block up to `HEARTBEAT_SECONDS` for the dead process, and would then be
     aborted.
     """
     try:
@@ -160,8 +160,7 @@ def gather_objects(value: Any) -> list[Any]:
     """Returns the values of all processes, ordered by process. Every process must call it.
 
     Values are sent as pickles, which can run code when they are read. JAX's coordinator accepts
-    every connection, so its port must be inside a trusted network, such as the network of a TPU
-    slice.
+    every connection, so its port must be inside a trusted network, for example that of a TPU slice.
     """
     if jax.process_count() == 1:
         return [value]
@@ -182,7 +181,7 @@ def from_first(make: Callable[[], T]) -> T:
     if jax.process_index() == 0:
         try:
             made = make()
-        except Exception as met:  # noqa: BLE001, otherwise the other processes would wait for ever
+        except Exception as met:  # noqa: BLE001, otherwise the other processes would block
             error = met
     if jax.process_count() > 1:
         message = gather_objects((made, None if error is None else _portable(error)))[0]

@@ -36,7 +36,7 @@ OVER_THE_REST = (
 WHOLE = "not at all"
 TILE = 16  # entries of bfloat16
 # How each logical axis is split: tensor parallelism (Shoeybi et al., arXiv 1909.08053). Devices
-# with a part of every expert have the same work whichever experts are chosen; of 128 whole ones
+# with a part of every expert have the same work for any choice of experts; of 128 whole ones
 # over 8 devices the slowest has twice the mean.
 RULES = {
     "vocab": SPLIT,
@@ -85,7 +85,7 @@ def make_mesh(
     Raises:
       ValueError: ``data`` x ``model`` is not the number of devices, ``draft_model_parallelism``
         does not divide ``model``, a size is no positive integer, or TPUs are of several slices or
-        leave holes between them.
+        not adjacent.
     """
     if not (
         devices is None
@@ -177,7 +177,7 @@ class Layout(DeviceLayout):
             raise ValueError(
                 f"{len(axes)} axis names {tuple(axes)} for an array of shape {tuple(shape)}"
             )
-        for tile in (TILE, 1):  # without whole tiles if experts do not divide over the rest
+        for tile in (TILE, 1):  # without whole tiles if experts do not divide over the other axes
             placed = [self._axes_of(name, size, tile) for name, size in zip(axes, shape)]
             taken = {axis for over in placed for axis in over or ()}
             rest = tuple(axis for axis in self.over if axis not in taken)
@@ -201,8 +201,8 @@ class Layout(DeviceLayout):
         return _spec(None if not over else over[0] if len(over) == 1 else over for over in placed)
 
     def _axes_of(self, name: str | None, size: int, tile: int) -> tuple[str, ...] | None:
-        """Returns the mesh axes that a logical axis is split over; None: those that no other axis
-        takes.
+        """Returns the mesh axes that a logical axis is split over; None: the axes that no other
+        logical axis uses.
         """
         if name == "batch":
             return (DATA,)

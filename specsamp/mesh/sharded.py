@@ -101,7 +101,7 @@ def with_attention(pair: Pair, attention: str) -> Pair:
 
     Args:
       attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", the kernels
-        on a TPU, where a call with them equals one without: else it says why and is plain. It is
+        on a TPU, if a call with them equals a call without; otherwise plain, with a warning. It is
         set for each `TransformerLM`; heads and other models keep their attention.
 
     Raises:
@@ -129,7 +129,7 @@ class ShardedModel(LayeredModel):
     per call.
 
     Arrays whose logical axes the model does not name are on every device. The model can be called
-    in parts if the model inside can; ``options`` of a call are those of the model inside.
+    in parts if the model inside can; ``options`` of a call go to the model inside.
 
     Attributes:
       whole: the model that makes the caches, if ``model`` is its first layers; None: ``model``

@@ -38,8 +38,8 @@ class Slice:
     JAX process.
     """
 
-    name: str  # the accelerator type, such as "v4-32"
-    topology: str  # chips along each axis of the network, such as "2x2x4"
+    name: str  # the accelerator type: "v4-32"
+    topology: str  # chips along each axis of the network: "2x2x4"
     chips: int
     chips_per_host: int
     devices_per_chip: int  # as JAX counts devices
@@ -83,10 +83,10 @@ def all_slices() -> dict[str, Slice]:
 
 
 def find(name: str) -> Slice:
-    """Returns the slice with an accelerator type such as "v4-32"; "v5e-16" means "v5litepod-16".
+    """Returns the slice with an accelerator type ("v4-32"); "v5e-16" means "v5litepod-16".
 
     Raises:
-      ValueError: there is no such slice; the message lists the closest names.
+      ValueError: no slice has this name; the message lists the closest names.
     """
     slices, (prefix, _, size) = all_slices(), name.strip().lower().rpartition("-")
     prefix = next(

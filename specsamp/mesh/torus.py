@@ -10,10 +10,10 @@ A box has the fewest hops that its all-reduce makes one after another. The compi
 - Through any **other box** goes one ring of all its devices: half of their number.
 
 So 16 chips of a v5e-256 are one ring as a square and as a line, with the same bandwidth. Chips of
-the square are at most 6 hops apart, those of the line 8, although it wraps around. Of a 4x4x4, 16
+the square are at most 6 hops apart, chips of the line 8, although it wraps around. Of a 4x4x4, 16
 chips are best a plane, with 4 hops and four rings at once: 2x2x4 would be one ring with 8 hops.
 
-Rings of v4 and v5p follow the order of the mesh, those of v5e and v6e are the compiler's own. So
+Rings of v4 and v5p follow the order of the mesh, rings of v5e and v6e are the compiler's own. So
 devices of a box stand in the order of a ring of neighbours. Where all axes of a box close to rings,
 they stand in row-major order, which the compiler needs to gather along several axes.
 """
@@ -63,7 +63,8 @@ def find_boxes(extent: Box, copy: int, model: int) -> tuple[Box, Box]:
       model: devices of the mesh axis ``model``: fewer if the mesh has an axis ``replica``.
 
     Raises:
-      ValueError: ``copy`` does not divide the devices of the slice, or ``model`` those of the copy.
+      ValueError: ``copy`` does not divide the devices of the slice, or ``model`` the devices of the
+      copy.
     """
     devices = math.prod(extent)
     if devices % copy or copy % model:
@@ -79,9 +80,9 @@ def find_boxes(extent: Box, copy: int, model: int) -> tuple[Box, Box]:
 
 
 def wraps(chips: Sequence[int]) -> tuple[bool, ...]:
-    """Returns which axes of a slice wrap around, as Google's and MaxText's tables of slices say.
+    """Returns which axes of a slice wrap around, by Google's and MaxText's tables of slices.
 
-    In three dimensions all do if the slice consists of cubes of 4x4x4, in two those of 16 chips.
+    In three dimensions all do if the slice consists of cubes of 4x4x4, in two all axes of 16 chips.
     """
     if math.prod(chips[2:]) == 1:
         return tuple(size == 16 for size in chips)
@@ -95,7 +96,7 @@ def _sides(box: Box, extent: Box) -> list[tuple[int, int, bool]]:
 
 
 def _hops(box: Box, extent: Box) -> tuple[int, int]:
-    """Returns the hops of an all-reduce, one way, and those to the device farthest away."""
+    """Returns the hops of an all-reduce, one way, and the hops to the farthest device."""
     sides, farthest = _sides(box, extent), 0
     for side, size, is_ring in sides:
         farthest += side // 2 if is_ring and side == size else side - 1
@@ -160,11 +161,11 @@ def _path(box: Box) -> list[Box]:
 
 
 def _ring(box: Box) -> list[Box]:
-    """Returns such a path that ends beside its start, if a side is even and the box is no line."""
+    """Returns a path that ends next to its start, if a side is even and the box is not a line."""
     axis = next((axis for axis, side in enumerate(box) if side % 2 == 0), None)
     if axis is None:
         return _path(box)
-    # The first place of each layer, and on the way back the other places of each layer.
+    # The first place of each layer, then backwards the other places of each layer.
     first, *rest = _path(box[:axis] + box[axis + 1 :])
     layers = range(box[axis])
     ring = [(i, first) for i in layers]

@@ -1,9 +1,9 @@
 """Grammars: texts that a JSON schema, a regular expression or a Lark grammar allows, sampled
 exactly.
 
-    as_json = grammar(pair.tokenizer, "json_schema", {"type": "object"},
-    ends=[pair.tokenizer.eos_id]) generate(pair, prompts, 200, sampling=chain(as_json,
-    temperature(0.8)))
+    ends = [pair.tokenizer.eos_id]
+    as_json = grammar(pair.tokenizer, "json_schema", {"type": "object"}, ends=ends)
+    generate(pair, prompts, 200, sampling=chain(as_json, temperature(0.8)))
 
 Tokens that lead out of the grammar get probability zero at every position, in the draft and in the
 target, drafted positions included. The masks come from llguidance, which runs on the host: the

@@ -1,8 +1,11 @@
 """Lowers the programs of decoding for a described slice: arguments are shapes with shardings.
 
-    programs = Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1,
-    slots=2048) compiled = programs.call(target,
-    tokens=5)().compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    sampling = chain(top_p(0.8))
+    programs = Programs(
+        target=target, draft=draft, mesh=mesh, sampling=sampling, batch=1, slots=2048
+    )
+    lowered = programs.call(target, tokens=5)()
+    compiled = lowered.compile(compiler_options=dict(FEWEST_COLLECTIVES))
 
 No memory is allocated: a 70B pair takes a few seconds to lower.
 """
