@@ -71,8 +71,8 @@ class TrainingConfig(Config):
     Attributes:
       target: the name of the model that a draft or a head is distilled from; None: a target is
         trained.
-      head, layer_skip, together: the fields of this kind of training; None: another kind. The
-        fields of ``together`` are the "model" of the target that is trained with its draft or head, and
+      head, layer_skip, together: the fields of this kind of training; None: another kind.
+        ``together`` has the "model" of the target that is trained with its draft or head, and
         fields of `TrainTogether`.
     """
 
