@@ -9,7 +9,7 @@ K = 4, on 16 TPU v4 chips.
         python launch/benchmark.py --config=configs/chinchilla.py:tiny --config.mesh.model=8
 
 After the colon, in any order: a TPU slice (specsamp/mesh/slices.json), "batch=N", "greedy", "tiny".
-The trained weights are not public. With random ones the times are those of the trained pair,
+The trained weights are not public. With random ones the times are as in the trained pair,
 acceptance and speedup are not.
 """
 
@@ -58,7 +58,7 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config = ConfigDict()
     config.target = model("tiny", num_heads=8) if tiny else model("chinchilla_70b")
     config.draft = model("tiny", num_heads=8, num_layers=1) if tiny else model("draft_4b")
-    # A draft of 48 heads goes on 16 devices, but not on 64.
+    # A draft of 48 heads can be split over 16 devices, but not over 64.
     draft_devices = math.gcd(DRAFT_HEADS, per_copy)
     common.add_decoding(
         config,

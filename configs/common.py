@@ -1,6 +1,4 @@
-"""Fields that every pair's configuration has: how it drafts, samples, and what is decoded on which
-devices.
-"""
+"""Fields of every pair's configuration: drafting, sampling, workload and devices."""
 
 from ml_collections import ConfigDict, config_dict
 
@@ -19,9 +17,9 @@ def add_decoding(
     model: int = 1,
     draft_model_parallelism: int = 0,
 ) -> ConfigDict:
-    """Adds to ``config`` what configurations of pairs share, and returns it."""
-    # K; 0 decodes autoregressively; "machine": what a forecast for this machine finds best, prompt
-    # lookup included
+    """Adds the common fields of pairs to ``config``, and returns it."""
+    # K; 0 decodes autoregressively; "machine": the best by a forecast for this machine, which also
+    # tries prompt lookup
     config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
     # or "pard", "head", "block", "early_exit", "window", "ngram", or "none": both sides
     # autoregressive, a test of the benchmark
@@ -36,21 +34,21 @@ def add_decoding(
     config.corpus = config_dict.placeholder(str)
     # The token that stands for one to be drafted, for "pard".
     config.mask_id = config_dict.placeholder(int)
-    # Children per level of a token tree, such as (3, 2, 1), under a rule of trees; (): chains of
-    # draft_length.
+    # Children per level of a token tree, (3, 2, 1) for example, under a rule of trees; (): chains
+    # of draft_length.
     config.tree = ()
-    # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always
-    # draft_length.
+    # Draft lengths to choose from for each row, (0, 1, 2, 4) for example, the last draft_length;
+    # (): always draft_length.
     config.adaptive = ConfigDict()
     config.adaptive.lengths = ()
     # Milliseconds of a round with each of them; only their ratios matter.
     config.adaptive.costs_ms = ()
     # The length that suits the batch; None: by ``acceptance``.
     config.adaptive.usual = config_dict.placeholder(int)
-    # Of a drafted token, as a row expects it before it has seen any.
+    # The prior acceptance of a drafted token.
     config.adaptive.acceptance = 0.7
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
-    config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
+    config.adaptive.least = 0.3  # the least value of the stop for a longer draft
     # And experts, and warps: kernels on a TPU if they do what "plain" does; or "kernel".
     config.attention = "auto"
     config.int8 = ConfigDict()

@@ -29,7 +29,7 @@ from configs import common
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicPair:
-    """A target and what drafts for it, a model or a head.
+    """A target and its draft, a model or a head.
 
     They are split over the fewest chips of 16 GiB that hold both in bfloat16 and their caches.
     """
@@ -95,8 +95,8 @@ PAIRS = {
         target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4
     ),
 }
-# Heads draft for the tuned models that they were trained on; beside the base models they are
-# accepted less.
+# Heads draft for the tuned models that they were trained on; for base models they are accepted
+# less.
 HEADS = {
     "smollm2": PublicPair(
         target="HuggingFaceTB/SmolLM2-135M-Instruct",

@@ -24,8 +24,8 @@ from configs import python_pair
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    """Returns the configuration of a head for a target; fields of its layer that are None are those
-    of the target's.
+    """Returns the configuration of a head for a target; fields of its layer that are None are the
+    target's.
     """
     target, _, kind = argument.partition(",")
     kind = kind or "head"

@@ -100,7 +100,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.train.seed = 0
 
     config.mesh = ConfigDict()
-    config.mesh.model = 1  # devices that share one replica of the model; the others are data shards
+    config.mesh.model = 1  # devices of a replica of the model; further devices are data shards
 
     config.intervals = ConfigDict()
     config.intervals.log = 10
@@ -110,7 +110,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     if kind.endswith("layer_skip"):
         config.init = ""  # the folder of a target's run to tune; "" trains from scratch
         config.layer_skip = ConfigDict()
-        # Probability that the last layer is dropped for a row; of others it is lower.
+        # Probability that the last layer is dropped for a row; lower for earlier layers.
         config.layer_skip.dropout = 0.1
         # How much inner layers count in the loss; 0.0: not at all.
         config.layer_skip.exit_scale = 0.2
@@ -159,14 +159,14 @@ def get_config(kind: str = "target") -> ConfigDict:
             config.test_time.marginals = (
                 0.0 if kind.endswith("dflash") else 0.3
             )  # weight of the loss without correction
-            # D-PACE's weights instead of decay; such as 0.5.
+            # D-PACE's weights instead of decay; 0.5 for example.
             config.test_time.pace = config_dict.placeholder(float)
             config.model.num_layers = 2
             config.model.num_kv_heads = 1 if tiny else 2
             config.model.feedforward_width = 128 if tiny else 256
             config.model.query_key_norm = True  # as in Qwen3, whose layers files describe
-            # The first layer sees the last tokens alone: with all of them a new head learns nothing
-            # for a long time.
+            # The first layer sees the last tokens alone: with all of them a new head does not
+            # improve for a long time.
             config.model.window, config.model.global_layers = 2, (1,)
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
@@ -179,7 +179,7 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2
         config.model.feedforward_width = 128 if tiny else 512
-        # Rows of each table of n-gram embeddings; 0: no such table.
+        # Rows of each table of n-gram embeddings; 0: no tables.
         config.model.ngram_rows = 256 if tiny else 32768
         config.model.ngram_order = 3
         if not tiny:
@@ -213,7 +213,7 @@ def with_target(config: ConfigDict, kind: str) -> ConfigDict:
 
 
 def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
-    """Returns the fields of a kind of head: those that its files have."""
+    """Returns the fields of a kind of head, as in its files."""
     fields = ConfigDict()
     if kind == "medusa":
         fields.kind = "medusa"
@@ -226,9 +226,9 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         # One drafts any number of tokens; of several, each drafts one: test_time.test_steps must
         # then be their number.
         fields.num_modules = 1
-        # As in MiMo's, whose names it is exported with; others are trained, but not exported.
+        # As in MiMo's, whose names the export uses; other kinds are trained, but not exported.
         fields.hidden_first = True  # the hidden state stands before the token
-        fields.norm_output = True  # the features that it goes on with are normalised
+        fields.norm_output = True  # the features for later steps are normalised
         return fields
     if kind in BLOCKS:
         fields.kind = kind

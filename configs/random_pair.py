@@ -14,7 +14,7 @@ with four of its twelve layers, for the demo; "tiny", which also runs without co
 and a draft of 0.2B parameters in bfloat16, for one TPU of 16 GiB. The time of a round is that of a
 trained pair of the same shape, because no shape depends on what is accepted. Acceptance is not:
 both distributions are flat (logits of standard deviation one), so one sampled draft in three is
-accepted and hardly any greedy one, which says nothing about a pair that was trained.
+accepted and hardly any greedy one, unlike in a trained pair.
 """
 
 from ml_collections import ConfigDict, config_dict
