@@ -36,9 +36,9 @@ class Family:
     model_type: str  # of config.json
     names: Mapping[str, str]  # of tensors, see tensor_names.py
     keys: tuple[str, ...]  # tables of architectures.json
-    # Each returns further fields, from the file and the fields so far.
+    # Each returns further fields, from the file and the fields before.
     more: tuple[Callable[[Fields, dict], dict], ...]
-    prefix: str = ""  # of tensors; some files leave it out
+    prefix: str = ""  # prefix of tensors; optional in files
     head_prefix: str | None = None  # of the tensors of a head in the same files, see head_config.py
     # Of a model that also sees images: its text model is in text_config, with these values of
     # absent keys. None: keys are not nested.

@@ -34,7 +34,7 @@ MORE_SECONDS = 25.0  # by the clock, for a machine with other work and to start 
 MAX_BYTES = 256 * 2**20  # of a process that runs templates
 # Names of a message's reasoning, the usual one first.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # in the folder of chat_template.jinja
 OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
 
@@ -66,8 +66,8 @@ class ChatTemplate:
         """Returns the text of a conversation, up to the beginning of the model's answer.
 
         Args:
-          messages: turns with a ``role``, such as user, and a ``content``, which may be left out
-            beside ``tool_calls``.
+          messages: turns with a ``role`` (user, for example) and a ``content``, which a turn with
+            ``tool_calls`` may leave out.
           options: variables of the template, such as ``tools`` or ``enable_thinking``.
 
         Raises:
@@ -159,7 +159,7 @@ def knows_conversations(tokenizer: Any) -> bool:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as templates expect them: without nulls, and with thoughts under each usual
+    """Returns messages in the form of templates: without nulls, and with thoughts under each usual
     name.
 
     A message with calls may have no content: it is left out, as transformers does, and not an empty

@@ -60,7 +60,7 @@ class Fields:
         return validate.integer(f"{self.path}: {key}", self(key), 1)
 
     def switch(self, key: str, default: bool) -> bool:
-        """Returns a bool; raises ValueError for any other type, such as a string."""
+        """Returns a bool; raises ValueError for any other type."""
         return validate.switch(f"{self.path}: {key}", self(key, default))
 
     def object(self, key: str) -> Mapping[str, Any]:

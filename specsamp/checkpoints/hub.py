@@ -32,7 +32,7 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
         ``smollm2-head``; or the id of a model of the hub.
 
     Raises:
-      FileNotFoundError: no such folder or model, or no config.json in it.
+      FileNotFoundError: the folder or the model does not exist, or has no config.json.
       ValueError: the name may be a model of the hub, whose library is not installed.
     """
     name = validate.path("a checkpoint", name)
@@ -126,7 +126,7 @@ def why_not(name: str) -> str | None:
 
 
 def _told(error: Exception) -> str:
-    """Returns the first line of an error; the other lines are links and ids of requests."""
+    """Returns the first line of an error, without links and ids of requests."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

@@ -70,7 +70,7 @@ TURN_ENDS = (
 OF_TEXT = re.compile(r"^language_model\.|^(model\.)language_model\.")
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
-OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
+OnProgress = Callable[[str, int, int], None]  # parameter, bytes read, bytes in all
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -191,7 +191,7 @@ def open_checkpoint(
       cache_dtype: "int8", or None for ``dtype``.
 
     Raises:
-      FileNotFoundError: no such folder or model, or no config.json in it.
+      FileNotFoundError: the folder or the model does not exist, or has no config.json.
       ValueError: an architecture, value or file cannot be read; int8 was requested of a checkpoint
         that was converted in float; or the tokenizer has more tokens, without added tokens, than
         the embedding has rows.

@@ -26,7 +26,7 @@ def check_shapes(what: str, have: Any, want: Any, *, padded: bool = False) -> No
     Args:
       what: names ``have`` in the message, such as by its path.
       have, want: trees of leaves with a shape.
-      padded: ``want`` may have more rows of a matrix; what only one of them has is not compared.
+      padded: ``want`` may have more rows of a matrix; leaves of only one tree are not compared.
     """
     have, want = _shapes(have), _shapes(want)
 
@@ -50,7 +50,7 @@ def check_finite(what: str, leaf: Any) -> None:
     """Raises ValueError, with ``what`` it is, if a parameter on devices holds NaN or infinite
     numbers.
 
-    Every process must call it. A weight in int8 is checked by its scales, which such numbers reach.
+    Every process must call it. A weight in int8 is checked by its scales.
     """
     numbers = leaf.scale if is_int8(leaf) else leaf
     if jnp.issubdtype(numbers.dtype, jnp.floating) and not _is_finite(numbers):

@@ -29,8 +29,8 @@ KINDS = {
     "IntStorage": "I32",
     "BoolStorage": "BOOL",
 }
-# Opcodes that PyTorch writes for a dictionary of tensors; others import, call or reserve memory in
-# other ways.
+# Opcodes that PyTorch writes for a dictionary of tensors; all others import, call or reserve memory
+# in other ways.
 OPCODES = frozenset(
     "PROTO STOP MARK GLOBAL BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
     "TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS BINUNICODE SHORT_BINUNICODE "

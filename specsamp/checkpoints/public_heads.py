@@ -90,11 +90,11 @@ def open_head(
       target_embedding: if the head's embedding is a copy of this one, the head is read without an
         embedding.
       dtype: of decode-time weights, activations and caches.
-      headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread. The head
+      headers_only: downloads no tensor, not even the ids of a reduced vocabulary. The head
         can only be checked.
 
     Raises:
-      FileNotFoundError: no such head.
+      FileNotFoundError: the head does not exist.
       ValueError: the head is of another kind or target, see `parse_head`; its tensors are wrong,
         see `check_tensors` and `read_pickle`; or the ids of a reduced vocabulary are not increasing
         ids of the target.

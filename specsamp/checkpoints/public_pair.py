@@ -61,7 +61,7 @@ def read_pair(
         tokens.
       dtype: of weights, activations and caches.
       int8: the sides in int8 instead; weights of models are quantised while they are read.
-      mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both on one
+      mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None: both on one
         device.
       progress: see `read_params`.
       say: called with a sentence for each harmless difference between target and draft.

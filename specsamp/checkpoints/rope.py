@@ -31,7 +31,7 @@ SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
     """Returns the rotary parameters of a file, with the preferences of transformers.
 
-    It prefers rope_scaling, which users add to lengthen the context, and an original length beside
+    It prefers rope_scaling, which users add to lengthen the context, and an original length next to
     the parameters to one within them.
     """
     given = fields.object("rope_scaling") or fields.object("rope_parameters")

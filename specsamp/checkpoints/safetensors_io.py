@@ -87,7 +87,7 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint by name; only the headers of its files are read.
 
     Raises:
-      FileNotFoundError: there are no such files, or files that the index names are missing.
+      FileNotFoundError: the files, or some files of the index, are missing.
       ValueError: a file is truncated or damaged, or the index names a file outside of the folder.
     """
     files = read_index(folder) if (folder / INDEX).exists() else [SINGLE]

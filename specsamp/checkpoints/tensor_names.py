@@ -9,7 +9,7 @@ the inputs of attention and of fc.
 
 The tables are in tensor_names.json. architectures.py has the table's name for each family,
 head_config.py for each head. Heads of EAGLE have the names of the package speculators. Medusa has
-two tables: ``medusa`` with the names of its authors, ``medusa_blocks`` with those of vLLM.
+two tables: ``medusa`` with the names of its authors, ``medusa_blocks`` with vLLM's.
 """
 
 from __future__ import annotations

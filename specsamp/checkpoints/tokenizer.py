@@ -19,7 +19,8 @@ EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here
 def _byte_of_letter() -> dict[str, int]:
     """Returns the byte of each letter in the pieces of byte-level tokenizers (GPT-2's).
 
-    Printable bytes of Latin-1 are their own letters, the others have the letters from U+0100 on.
+    Printable bytes of Latin-1 are their own letters, all other bytes have the letters from U+0100
+    on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -98,7 +99,7 @@ class JsonTokenizer:
         self._is_byte_level = shown.endswith("é")
         # Spaces that a decoder takes from the beginning of a text.
         self._stripped = len("  é") - len(shown)
-        self._byte_of: dict[int | None, int] = {}  # of tokens such as <0x0A>
+        self._byte_of: dict[int | None, int] = {}  # tokens of single bytes: <0x0A>
         if decoder is not None and decoder.decode(["<0x41>"]) == "A":
             names = (f"<0x{byte:02X}>" for byte in range(256))
             self._byte_of = {tokenizer.token_to_id(name): byte for byte, name in enumerate(names)}

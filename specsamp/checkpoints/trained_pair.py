@@ -56,7 +56,7 @@ def load_pair(
       int8: the sides that compute in int8 instead; files always hold weights in int8.
 
     Raises:
-      FileNotFoundError: there is no such pair, or one of its files is missing.
+      FileNotFoundError: the pair, or one of its files, is missing.
       ValueError: ``draft`` is another word; a file is damaged, or its shapes differ from pair.json
         (both are listed); or the tokenizer does not fit the models.
     """
@@ -112,7 +112,7 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
     """Returns the held-out prompts that come with a pair.
 
     Raises:
-      FileNotFoundError: there is no such pair, or it has no prompts. ValueError: the file of
+      FileNotFoundError: the pair is missing, or has no prompts. ValueError: the file of
         prompts is damaged.
     """
     path = pair_folder(name_or_path) / "prompts.json"

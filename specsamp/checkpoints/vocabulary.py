@@ -113,7 +113,7 @@ def match_vocabularies(
     draft ids.
 
     Args:
-      target_size, draft_size: the models' numbers of tokens; default those of the tokenizers.
+      target_size, draft_size: the models' numbers of tokens; by default of the tokenizers.
 
     Raises:
       ValueError: a tokenizer is of another kind, bytes have no token in the draft, or less than
