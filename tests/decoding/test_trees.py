@@ -363,3 +363,9 @@ def test_statistics_count_by_depth():
             x[row, emitted].tolist() for x in (state.rounds_BS, state.from_draft_BS)
         )
         assert RowStats.of_rounds(rounds, from_draft, BIG.depth) == RowStats.of(stats, row)
+
+
+def test_a_grown_tree_must_keep_what_was_drawn():
+    drafter = ModelTree(TableLM(V), tree=PRUNED)
+    with pytest.raises(ValueError, match="nodes = 5 of 15 drawn nodes"):
+        decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)

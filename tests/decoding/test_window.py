@@ -36,7 +36,8 @@ def drafted(name, drafter, pair=None):
     )
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "relative"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_text_is_that_of_plain_decoding(name):
     positions = 1 + list(MODELS).index(name) % 2
     made = drafted(name, lambda target: WindowDrafter(target, K, WINDOW, SINKS, positions))
@@ -54,7 +55,8 @@ def test_a_window_over_the_whole_text_drafts_what_the_target_writes(name):
         )
 
 
-@pytest.mark.parametrize("name", slow_but(["relative", "relative, cpu"], "relative, cpu"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["relative", "relative, cpu"])
 def test_a_copy_of_more_slots_than_the_cache_drafts_what_the_target_writes(name):
     model = dataclasses.replace(
         MODELS[name], config=dataclasses.replace(MODELS[name].config, max_positions=1024)

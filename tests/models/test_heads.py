@@ -1,8 +1,8 @@
 """Medusa heads against the formula, in NumPy and float64; the switches of modules for multi-token
 prediction.
 
-The module itself is compared with NumPy in checkpoints/test_mimo.py, EAGLE's heads in
-checkpoints/test_heads.py.
+The module itself is compared with NumPy in checkpoints/test_golden.py, EAGLE's
+heads in checkpoints/test_heads.py.
 """
 
 import functools

@@ -17,6 +17,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.rules import Draft
+from support import mutants
 from support.enumeration import COMPILE_FAST, Given, split
 
 OPTIMISED = True
@@ -111,6 +112,20 @@ def test_equal_distributions_are_accepted_whatever_the_noise(rule):
         )
         assert np.all(acceptance == 1)
         assert np.all(residual[:, :NUM_TOKENS] == 0)
+
+
+def test_a_residual_without_mass_falls_back_to_the_target():
+    """Refused although both distributions are equal, as rounding may have it."""
+    target = hostile_distributions(np.random.default_rng(7), NUM_TOKENS + 1)
+    draft = Draft(
+        tokens_BK=np.zeros((ROWS, NUM_TOKENS), np.int32),
+        num_drafted_B=np.full(ROWS, NUM_TOKENS, np.int32),
+        log_probs_BRV=target[:, :NUM_TOKENS],
+    )
+    verdict = verify(mutants.RejectAlways(), draft, target, some_keys())
+    assert np.all(verdict.num_accepted_B == 0)
+    chosen = np.take_along_axis(target[:, 0], np.asarray(verdict.tokens_BT)[:, :1], axis=1)
+    assert np.all(chosen > -np.inf)
 
 
 def test_a_block_prefix_of_weight_one_is_kept_for_sure():

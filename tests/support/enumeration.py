@@ -9,7 +9,7 @@ chained until ``length`` tokens are out. Nothing is drawn, so an exact rule repr
 own joint distribution to rounding, here in float64.
 
 (The coupled rule has no such split: its answers are the agreement of two choices. It emits the
-target's own choices, which tests/sampling/test_verify.py holds bit by bit.)
+target's own choices, which decoding/test_pathwise.py compares token by token.)
 
 Distributions are tables that see the *whole* prefix. ``distributions[n]`` is ``[S, V**n, V]``, the
 log-probabilities after each prefix of length n, read as a number in base V; S counts independent

@@ -244,6 +244,7 @@ def medusa_losses(target_params, mesh):
     return {name: [float(one[name]) for one in found] for name in found[0]}
 
 
+@pytest.mark.slow
 def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target_params):
     """The heads are split over devices as the target's output is, and learn the same."""
     one, two = (

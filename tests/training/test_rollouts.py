@@ -165,6 +165,7 @@ def test_generate_returns_them_too_and_the_unwarped_as_before():
         generate(PAIR, [[1]], 2, return_log_probs="all")
 
 
+@pytest.mark.slow
 def test_a_row_in_flight_would_follow_the_old_policy():
     """Mutant: parameters change while a row runs. Its caches are the old policy's, and so are its
     texts.
