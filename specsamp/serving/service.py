@@ -268,9 +268,9 @@ class Service:
             )
         self._check_room(count, client)  # before prompts are encoded, which takes time
         if not self.repeats:
-            # A draft that was updated with a text, or looks in it, depends on its random numbers. If
-            # they verified proposals of this draft again, texts would not follow the target; and
-            # callers repeat seeds.
+            # A draft that was updated with a text, or looks in it, depends on its random numbers.
+            # If they verified proposals of this draft again, texts would not follow the target;
+            # and callers repeat seeds.
             seed = secrets.randbits(64)
         prompts = encode(self.pair, prompts)
         budgets = [

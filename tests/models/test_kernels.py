@@ -12,7 +12,8 @@ from absl import logging
 from numpy.testing import assert_allclose, assert_array_equal
 
 from models.test_blocks import block_of
-from specsamp import chain, greedy, min_p, penalties, temperature, top_k, top_p
+from specsamp import chain, generate, greedy, min_p, penalties, temperature, top_k, top_p
+from specsamp.decoding.pair import Pair
 from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.interface import Block
