@@ -75,15 +75,15 @@ def main():
     weights, largest = tracked_bytes()
     sizes = [
         ("lines of README.md", readme_lines(), 240),
-        ("tables of the results page", tables, 25),
-        ("words of the results page", words, 4800),
+        ("tables of the results page", tables, 27),
+        ("words of the results page", words, 5000),
         ("words of its longest paragraph", longest, 120),
         ("words of its sentences, mean", per_sentence, 20),
         ("public members of Drafter", drafter_members(), 12),
         ("frames from generate to its loop", frames_before_the_loop(), 4),
         ("modules that decoding.loop imports", modules_with("specsamp.decoding.loop"), 21),
         ("modules that decoding.generate imports", modules_with("specsamp.decoding.generate"), 32),
-        ("bytes of tracked weights", weights, 46_000_000),
+        ("bytes of tracked weights", weights, 66_000_000),
         ("bytes of the largest other file", largest, 1_000_000),
     ]
     for name, size, most in sizes:

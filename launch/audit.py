@@ -34,6 +34,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.subject import make_subject
@@ -93,6 +94,7 @@ def main() -> int:
         return audit_engine(console)
     _CONFIG.refuse_fields(["batch", "repeats"], "give --rows and --prompt_count")
     config = _CONFIG.value
+    refuse_unread(_CONFIG, config)
     entry.check_output(_OUTPUT.value)
     settings = Settings(
         checks=tuple(_CHECKS.value),

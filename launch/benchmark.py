@@ -40,6 +40,7 @@ from launch.lib.cells import (
     turned,
 )
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
@@ -87,6 +88,9 @@ def main() -> None:
     if not grids:
         raise ValueError(f"--sweep: {_CONFIG.text} has no GRIDS, lists of what --grid takes")
     points = [point for texts in grids for point in parse_grid([*texts, *_GRID.value])]
+    refuse_unread(_CONFIG, config, [point.get("drafter", config.drafter) for point in points])
+    of_grid = [name for name in points[0] if all(name in point for point in points)]
+    _CONFIG.refuse_fields(of_grid, "--grid sets it")
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
     use_few_rows(config, console)

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
@@ -48,6 +49,7 @@ def main() -> None:
         raise ValueError("a chat runs in one process: leave out --distributed and --coordinator")
     _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "a chat decodes one text")
     config = _CONFIG.value
+    refuse_unread(_CONFIG, config)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     use_few_rows(config, console)

@@ -29,6 +29,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
@@ -59,6 +60,7 @@ def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
     config = _CONFIG.value
+    refuse_unread(_CONFIG, config)
     entry.check_output(_OUTPUT.value)
     programs = programs_of(config, console)
     head = programs.head

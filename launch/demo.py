@@ -22,6 +22,7 @@ from rich.text import Text
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
 from launch.lib.machine_choice import Calls, best, is_possible
@@ -53,6 +54,7 @@ def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["repeats"], "give --passes")
     config = _CONFIG.value
+    refuse_unread(_CONFIG, config)
     use_few_rows(config, console)
     configs = choose(config, console)
     with entry.progress(console, "reading the pair"):

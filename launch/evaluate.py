@@ -35,6 +35,7 @@ from absl import flags
 from launch.lib import costs, entry
 from launch.lib.cells import machine_identity
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import MACHINE, ExperimentConfig
@@ -121,6 +122,7 @@ def main() -> None:
     identity["replica"] = None if replica.is_whole else str(replica)
     Results.open(output, identity)
     ways = ways_of(config)
+    refuse_unread(_CONFIG, config, [own.drafter for own in ways.values() if not own.is_plain])
     experiments = build_each(
         config, ways, [one.prompt for one in problems.values()][: config.batch]
     )

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import storage, validate
@@ -62,6 +63,7 @@ def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows and --samples")
     config = _CONFIG.value.turned({"batch": _ROWS.value})
+    refuse_unread(_CONFIG, config)
     if (_PROMPTS.value is None) == (_CONVERSATIONS.value is None):
         raise ValueError("give --prompts=FILE, or --conversations=TOKENS, and not both")
     if _CONVERSATIONS.value is not None:

@@ -31,6 +31,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
+from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import Experiment, build, headline, rule_name, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
@@ -117,6 +118,7 @@ def main() -> None:
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
     _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
     config = _CONFIG.value
+    refuse_unread(_CONFIG, config)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     held = []  # the first process has the keys and the port, and its errors end all

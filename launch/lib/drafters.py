@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from launch.lib.config import ConfigFlag
 from launch.lib.own_code import evaluate, is_own
 from specsamp import storage, validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
@@ -47,6 +48,7 @@ class Word:
       inside: whether the target's own layers draft, up to the exit layer.
       trees: whether token trees can be drafted.
       drafts: False for plain decoding at any K.
+      reads: fields of the configuration that no other word reads.
       compiled: True if compile reports support the drafter; forecasts from shapes then do, too,
         except for heads.
     """
@@ -56,6 +58,7 @@ class Word:
     inside: bool = False
     trees: bool = True
     drafts: bool = True
+    reads: tuple[str, ...] = ()
     compiled: bool = False
 
 
@@ -102,6 +105,7 @@ DRAFTERS = {
         ),
         draft="model",
         trees=False,
+        reads=("mask_id",),
     ),
     "head": Word(make=_head, draft="head", compiled=True),
     "block": Word(make=_head, draft="block"),
@@ -114,6 +118,7 @@ DRAFTERS = {
             EarlyExitDrafter, EarlyExitTree, size, target, config.exit_layer, window=decode_window()
         ),
         inside=True,
+        reads=("exit_layer",),
         compiled=True,
     ),
     "window": Word(
@@ -121,8 +126,12 @@ DRAFTERS = {
             target, size, config.window, sinks_of(config), decode_window()
         ),
         trees=False,
+        reads=("window", "sinks"),
     ),
-    "ngram": Word(make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size)),
+    "ngram": Word(
+        make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size),
+        reads=("corpus",),
+    ),
     "none": Word(make=lambda target, draft, size, config: NoDrafter(), trees=False, drafts=False),
 }
 
@@ -147,6 +156,23 @@ def check_word(name: str, value: Any) -> str:
         if isinstance(value, str) and is_own(value)
         else validate.choice(name, value, DRAFTERS)
     )
+
+
+def refuse_unread(flag: ConfigFlag, config: Any, drafters: Sequence[str] = ()) -> None:
+    """Raises ValueError for a field that was set and that none of the drafters reads.
+
+    Args:
+      flag: --config, for the fields that were set.
+      config: the value of the flag.
+      drafters: the words that a command uses, if not that of the configuration alone.
+    """
+    words = list(dict.fromkeys(drafters)) or [config.drafter]
+    for name in sorted({name for word in DRAFTERS.values() for name in word.reads}):
+        if not any(name in meaning(word).reads for word in words):
+            readers = " or ".join(word for word in DRAFTERS if name in DRAFTERS[word].reads)
+            flag.refuse_fields([name], f"it is of drafter={readers}, not of {', '.join(words)}")
+    if config.tree:
+        flag.refuse_fields(["draft_length"], f"tree={tuple(config.tree)} has its own")
 
 
 def meaning(word: str) -> Word:

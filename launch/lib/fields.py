@@ -23,7 +23,7 @@ from launch.lib.drafters import (
     sinks_of,
 )
 from launch.lib.rules import make_rule
-from specsamp import validate
+from specsamp import storage, validate
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
@@ -207,6 +207,8 @@ class ExperimentConfig(Config):
             )
         if self.mask_id is not None or self.drafter == "pard":
             validate.integer("mask_id", self.mask_id, 0)
+        if self.corpus is not None and not storage.place(self.corpus).exists():
+            raise ValueError(f"corpus={self.corpus}: there is no such file of texts")
         if self.draft_length != MACHINE:
             validate.integer("draft_length", self.draft_length, 0)
         elif not self.adaptive.is_off:

@@ -17,7 +17,7 @@ from specsamp.analysis import grid
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.figures import COLOURS, STYLES
 from specsamp.analysis.grid import distribution_of
-from specsamp.analysis.report import Table
+from specsamp.analysis.report import Table, as_json
 from specsamp.analysis.tables import grid_table, ratio
 from specsamp.evaluation.audit import audit_table
 from specsamp.evaluation.harness import tabulate
@@ -259,7 +259,7 @@ def domains(*documents: Document) -> Table:
         temperature = document["identity"]["config"]["sampling"]["temperature"]
         for domain in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
             of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == domain]
-            for row in tabulate(of_domain, "plain"):
+            for row in as_json(tabulate(of_domain, "plain")):
                 if row["counts"]["drafted"]:
                     drafter = row["name"].split(", ")[1]
                     column = columns.setdefault(f"{drafter}, T = {temperature:g}", {})
@@ -295,6 +295,7 @@ STUDY = Study(
             ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
             summary,
         ),
+        "domains": Published(["smollm2_domains_greedy", "smollm2_domains_sampled"], domains),
         "pair": Published(["pair"], trained),
         "grid": Published(
             ["python_pair_grid"],
