@@ -145,7 +145,7 @@ class NgramDrafter(DrafterHooks, Drafter):
             return None
         with jax.ensure_compile_time_eval():
             tokens_R = jnp.asarray(self.corpus.tokens_R)
-            ends_R = jnp.arange(len(tokens_R))
+            ends_R = jnp.arange(len(tokens_R), dtype=jnp.int32)
             before_RN = jax.vmap(_before, (None, 0, None))(tokens_R, ends_R, self.max_ngram)
             hashes_RN = _hashes(before_RN, 2 * len(tokens_R))
             last_R1 = jnp.where(tokens_R == END, 0, ends_R)[:, None]  # something follows
@@ -215,7 +215,7 @@ class NgramDrafter(DrafterHooks, Drafter):
         ) -> tuple[NgramTable, Array]:
             count = jnp.clip(length - seen, 0, self.K + 1)
             (size,), (_, num_hashes) = table.tokens_R.shape, table.slots_NH.shape
-            index_T = jnp.arange(self.K + 1)
+            index_T = jnp.arange(self.K + 1, dtype=jnp.int32)
             is_new_T, from_T = index_T < count, length - count + index_T
             slots_T = jnp.where(is_new_T, (end + index_T) % size, size)
             before_TN = jax.vmap(_before, (None, 0, None))(tokens_S, from_T, self.max_ngram)
