@@ -172,15 +172,6 @@ def test_a_method_says_what_the_keywords_say():
         generate(pair, [[1]], method=4)
 
 
-@pytest.mark.parametrize(
-    "size, wanted", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)]
-)
-def test_buckets_waste_at_most_half(size, wanted):
-    from specsamp.decoding.engine import bucket
-
-    assert bucket(size) == wanted
-
-
 def test_weights_share_memory_with_parameters_and_are_kept():
     """Parameters that `prepare` does not change share their memory with the weights."""
     model = TransformerLM(tiny(vocab_size=BYTES, positions="rotary"))
