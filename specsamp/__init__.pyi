@@ -15,6 +15,7 @@ from specsamp.decoding.drafter import Drafter as Drafter, DrafterHooks as Drafte
 from specsamp.decoding.drafters import (
     BlockDrafter as BlockDrafter,
     BlockTree as BlockTree,
+    ChoosingDrafter as ChoosingDrafter,
     EarlyExitDrafter as EarlyExitDrafter,
     EarlyExitTree as EarlyExitTree,
     FeatureDrafter as FeatureDrafter,
@@ -27,6 +28,7 @@ from specsamp.decoding.drafters import (
     NoDrafter as NoDrafter,
     ParallelDrafter as ParallelDrafter,
     TranslatingDrafter as TranslatingDrafter,
+    VotingDrafter as VotingDrafter,
     WindowDrafter as WindowDrafter,
 )
 from specsamp.decoding.generate import generate as generate, stream as stream

@@ -15,6 +15,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
     BlockDrafter,
     BlockTree,
+    ChoosingDrafter,
     EarlyExitDrafter,
     EarlyExitTree,
     FeatureTree,
@@ -24,6 +25,7 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
     ParallelDrafter,
+    VotingDrafter,
     WindowDrafter,
 )
 from specsamp.decoding.drafters.block_head import LAWS
@@ -136,6 +138,9 @@ DRAFTERS = {
 }
 
 
+COLLECTIVES = {"voting": VotingDrafter, "choosing": ChoosingDrafter}
+
+
 def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
     """Returns the texts of a file as token ids: rows of ids, or a text that ``tokenizer`` reads."""
     if path.endswith(".npy"):
@@ -148,14 +153,21 @@ def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
 
 
 def check_word(name: str, value: Any) -> str:
-    """Returns ``value``, a word of `DRAFTERS` or ``FILE.py:EXPRESSION``; raises ValueError for
-    anything else.
+    """Returns ``value``, a word of `DRAFTERS`, one of `COLLECTIVES` with such words after colons, or
+    ``FILE.py:EXPRESSION``; raises ValueError for anything else.
     """
-    return (
-        value
-        if isinstance(value, str) and is_own(value)
-        else validate.choice(name, value, DRAFTERS)
-    )
+    if isinstance(value, str) and is_own(value):
+        return value
+    kind, *parts = str(value).split(":")
+    if kind not in COLLECTIVES:
+        return validate.choice(name, value, [*DRAFTERS, *COLLECTIVES])
+    drafts = {DRAFTERS[validate.choice(name, part, DRAFTERS)].draft for part in parts}
+    if len(parts) < 2 or len(drafts - {None}) > 1:
+        raise ValueError(
+            f"{name}={value} must name two drafters or more that read at most one draft, such as "
+            f"{kind}:ngram:model"
+        )
+    return value
 
 
 def refuse_unread(flag: ConfigFlag, config: Any, drafters: Sequence[str] = ()) -> None:
@@ -176,8 +188,20 @@ def refuse_unread(flag: ConfigFlag, config: Any, drafters: Sequence[str] = ()) -
 
 
 def meaning(word: str) -> Word:
-    """Returns the meaning of a word of `DRAFTERS`, or of ``FILE.py:EXPRESSION``."""
-    return Word(make=functools.partial(_own, word)) if is_own(word) else DRAFTERS[word]
+    """Returns the meaning of a word that `check_word` knows."""
+    kind, *words = word.split(":")
+    if is_own(word):
+        return Word(make=functools.partial(_own, word))
+    if kind not in COLLECTIVES:
+        return DRAFTERS[word]
+    parts = [DRAFTERS[part] for part in words]
+    return Word(
+        make=lambda *given: COLLECTIVES[kind](tuple(part.make(*given) for part in parts)),
+        draft=next((part.draft for part in parts if part.draft), None),
+        inside=any(part.inside for part in parts),
+        trees=False,
+        reads=tuple(name for part in parts for name in part.reads),
+    )
 
 
 def _own(

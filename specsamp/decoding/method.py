@@ -268,7 +268,8 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
 def _reads_draft_ids(drafter: Drafter) -> bool:
     from specsamp.decoding.drafters import ModelDrafter
 
-    return isinstance(drafter, ModelDrafter)
+    parts = getattr(drafter, "parts", (drafter,))
+    return any(isinstance(part, ModelDrafter) for part in parts)
 
 
 def default_drafter(pair: Pair, K: int) -> Drafter:

@@ -72,7 +72,10 @@ def next_round(loop, weights, state):
     loop = dataclasses.replace(loop, adaptive=None)
     draft, _, cache = loop.draft(weights, request, state)
     logits_BTV = loop.score(weights, state, draft, cache).logits_BTV
-    return draft, jnp.exp(draft.log_probs_BRV), jax.nn.softmax(logits_BTV)
+    laws = draft.log_probs_BRV
+    if laws is None:  # of votes
+        laws = jnp.zeros((*draft.tokens_BK.shape, 1))
+    return draft, jnp.exp(laws), jax.nn.softmax(logits_BTV)
 
 
 class Batch(batch.Batch):
@@ -175,7 +178,9 @@ def decode_session(rows):
     assert rows.tokens_copied > 60
 
 
-@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "model", "modules", "DSpark", "EAGLE-3 tree"))
+@pytest.mark.parametrize(
+    "kind", slow_but(DRAFTERS, "model", "voting", "modules", "DSpark", "EAGLE-3 tree")
+)
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
     other sizes.

@@ -27,6 +27,7 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
     ParallelDrafter,
+    VotingDrafter,
     WindowDrafter,
 )
 from specsamp.decoding.pair import Pair
@@ -72,6 +73,8 @@ def test_a_configuration_becomes_objects(monkeypatch):
     }
     known |= {"window": WindowDrafter(made.pair.target, 2, window=9, sinks=3)}
     known |= {"pard": ParallelDrafter(made.pair.draft, 2, mask_id=7)}
+    several = NgramDrafter(2), EarlyExitDrafter(made.pair.target, 1, 2)
+    known |= {"voting:ngram:early_exit": VotingDrafter(several)}
     for word, drafter in known.items():
         own = config.turned(
             {"drafter": word, "exit_layer": 1, "mask_id": 7, "window": 9, "sinks": 3}
@@ -193,6 +196,7 @@ ALONE = [
     ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
     ("early_exit", ("--config.exit_layer=1",)),
     ("window", ("--config.window=4", "--config.sinks=1")),
+    ("choosing:ngram:window", ("--config.window=4",)),
     ("none", ()),
 ]
 

@@ -33,6 +33,10 @@ SMALLER = {
         "(pair, prompts, lengths=(0, 1, 2, 4)": "(pair, prompts, 4, lengths=(0, 2), repeats=1",
         "generate(pair, prompts,": "generate(pair, prompts, 4,",
     },
+    "from specsamp import ChoosingDrafter": {
+        'load_pair("python")': "pair",
+        '["def area("], 64': "[[1, 2]], 4",
+    },
     "from specsamp import Growth": {
         'load_pair("python")': "pair",
         '["def area("],': "[[1, 2]], 4,",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specsamp.decoding.drafters import (
     BlockDrafter,
     BlockTree,
+    ChoosingDrafter,
     EarlyExitDrafter,
     EarlyExitTree,
     FeatureDrafter,
@@ -18,6 +19,7 @@ from specsamp.decoding.drafters import (
     ModuleDrafter,
     ParallelDrafter,
     TranslatingDrafter,
+    VotingDrafter,
     WindowDrafter,
 )
 from specsamp.decoding.drafters.translating import SharedVocabulary
@@ -71,6 +73,25 @@ def of_tokenizer():
     return dataclasses.replace(pair, vocabulary=vocabulary), *rest
 
 
+class InTurn(ChoosingDrafter):
+    """Chooses a part by the length of the text."""
+
+    def choose(self, state, prefix):
+        return prefix.lengths_B // 5 % len(self.parts)
+
+
+class EqualVotes(VotingDrafter):
+    learns = hopes = 0.0
+
+
+def of_several(kind, parts, lengths=(0, 1, K)):
+    """Returns a pair without a draft, and a drafter whose parts have parameters of their own."""
+    models = [getattr(part, "head", getattr(part, "model", None)) for part in parts]
+    params = tuple(model and sharp(model) for model in models)
+    pair = Pair(target=TARGET, target_params=sharp(TARGET), draft_params=params)
+    return pair, kind(parts), lengths, 0
+
+
 READS = dict(target_layers=LAYERS)
 LAST = dict(hidden_layers=(LAYERS,), **READS)
 EAGLE = eagle3(V, hidden_layers=(-1, 0, 1), **READS)
@@ -78,6 +99,7 @@ DSPARK = dspark(V, confidence=None, hidden_layers=(0, 1), **READS)
 TREE = TreeShape((0, 0, 1, 1, 2, 3))
 SHAPED = dict(tree=TREE, lengths=(0, TREE.K))
 GROWTH = Growth(depth=3, expanded=2, children=2)
+SMALL = TransformerLM(TransformerConfig(vocab_size=V, num_layers=1, **SHAPE))
 PARALLEL = ParallelDrafter(TARGET, K, mask_id=V - 1)
 GROWN = ModelTree(TARGET, tree=GROWTH)
 DRAFTERS = {
@@ -87,6 +109,12 @@ DRAFTERS = {
     "early exit": lambda: of_target(EarlyExitDrafter(TARGET, 1, K)),
     "window": lambda: of_target(WindowDrafter(TARGET, K, window=5, sinks=2)),
     "whole window": lambda: (*of_target(WindowDrafter(TARGET, K, window=200), (0, 1, K))[:3], K),
+    "choosing": lambda: of_several(
+        InTurn, (FeatureDrafter(TARGET, EAGLE, K), ModelDrafter(TARGET, K))
+    ),
+    "voting": lambda: of_several(
+        EqualVotes, (PARALLEL, ModelDrafter(SMALL, K), EarlyExitDrafter(TARGET, 1, K))
+    ),
     "EAGLE-1": lambda: of_head(FeatureDrafter, eagle1(V, **LAST), K=K),
     "EAGLE-3": lambda: of_head(FeatureDrafter, EAGLE, K=K),
     "MTP": lambda: of_head(FeatureDrafter, mtp(V, **LAST), K=K),

@@ -1,9 +1,10 @@
 """The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit,
-heads, token trees.
+heads, several drafters, token trees.
 """
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.block_head import BlockDrafter
+from specsamp.decoding.drafters.collective import ChoosingDrafter, VotingDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
@@ -23,6 +24,7 @@ from specsamp.decoding.drafters.window import WindowDrafter
 __all__ = [
     "BlockDrafter",
     "BlockTree",
+    "ChoosingDrafter",
     "EarlyExitDrafter",
     "EarlyExitTree",
     "FeatureDrafter",
@@ -37,4 +39,4 @@ __all__ += [
     "NoDrafter",
     "ParallelDrafter",
 ]
-__all__ += ["TranslatingDrafter", "WindowDrafter"]
+__all__ += ["TranslatingDrafter", "VotingDrafter", "WindowDrafter"]

@@ -9,7 +9,9 @@ import jax
 
 from specsamp import (
     Adaptive,
+    ChoosingDrafter,
     CoupledRule,
+    EarlyExitDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
@@ -17,12 +19,13 @@ from specsamp import (
     TokenRule,
     TransformerConfig,
     TransformerLM,
+    VotingDrafter,
 )
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from support.byte_tokenizer import ByteTokenizer
-from support.drafters import DRAFTERS, K, of_target, sharp
+from support.drafters import DRAFTERS, TARGET, K, of_model, of_target, sharp
 from support.weights import drawn_params
 
 ERROR = 0.6  # of the draft's parameters: some of its tokens are rejected
@@ -58,7 +61,10 @@ def of_bytes():
     return pair, ModelDrafter(BYTES, K), (0, 1, K), K
 
 
+TWO = NgramDrafter(K), ModelDrafter(TARGET, K)
 KINDS = DRAFTERS | {
+    "votes": lambda: of_model(VotingDrafter((*TWO, EarlyExitDrafter(TARGET, 1, K)))),
+    "choices": lambda: of_model(ChoosingDrafter(TWO), lengths=(0, 1, K)),
     "none": lambda: of_target(NoDrafter()),
     "prompt lookup": lambda: of_target(NgramDrafter(K)),
     "corpus": lambda: of_target(NgramDrafter(K, corpus=[[*range(24), *range(0, 24, 2)]])),
@@ -153,6 +159,7 @@ SETTINGS = [
     Setting("queue", "window", COUPLED, adapts=True),
     Setting("queue", "EAGLE-3"),
     Setting("queue", "modules", slots=256),
+    Setting("queue", "choices", slots=256),
     Setting("queue", "parallel", adapts=True),
     Setting("queue", "DFlash"),
     Setting("queue", "model tree", TREES),
@@ -163,6 +170,7 @@ SETTINGS = [
     Setting("service", "early exit"),
     Setting("service", "logs", COUPLED, adapts=True),
     Setting("service", "modules"),
+    Setting("service", "votes", COUPLED, adapts=True),
     Setting("service", "tokenizer", adapts=True),
     Setting("service", "bytes"),
     Setting("endpoint", "bytes"),

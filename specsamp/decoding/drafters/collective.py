@@ -1,0 +1,410 @@
+"""Several drafters vote, or one of them is chosen (Minions, arXiv 2402.15678).
+
+A draft is exact if it is verified under the distribution that its tokens follow. A winner that was
+chosen *by its tokens* does not follow the distribution of its drafter: of two samples from (.5,
+.5), with ties to the lower id, the winner follows (.75, .25). So there are two ways.
+
+`VotingDrafter` lets all parts draft and takes the tokens with the most votes. They are verified as
+one-hot: a token is accepted with the target's probability of it, however it was chosen.
+
+`ChoosingDrafter` chooses a part for each row from past rounds alone, before anything is sampled. So
+the tokens are verified under the distribution of that part. If the part proposes nothing, the next
+part drafts: whether a first token is drafted is known before it is sampled.
+
+Neither sees the noise with which the target judges: the numbers of a draft have addresses of their
+own, and those of part i are others than those of part j. (Under the coupled rule all share the
+noise of a position, and no draft changes the text.)
+
+After a round with another draft, the state of a part lacks emitted tokens. ``seen_BP`` counts the
+tokens that the state covers, and the part reads the missing ones before it drafts again.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.decoding.drafter import (
+    Drafter,
+    DrafterHooks,
+    Prefix,
+    PromptChunk,
+    Proposal,
+    ScoredRound,
+    hooks_of,
+    with_length,
+)
+from specsamp.decoding.drafter_calls import catch_up, num_covered
+from specsamp.decoding.sampler import Sampler
+from specsamp.decoding.state import Weights
+from specsamp.models.interface import LanguageModel, Output
+from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rules import Draft
+
+Array = jax.Array
+# Of a part: its state, the tokens of each row that this covers, and the target's cache.
+_Memory = tuple[Any, Array, Any]
+
+MOST_OFFSETS = 1 << 16  # of a round; the noise of the next part begins behind them
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveState:
+    """The state of P drafters for each row, between rounds."""
+
+    parts: tuple[Any, ...]  # the state of each drafter
+    seen_BP: Array  # int32, the tokens that it covers
+    expected_BP: Array  # float32, the emitted tokens of its next draft
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveDraft(Draft):
+    """The draft that is verified, and the proposals of P drafters."""
+
+    proposed_BPK: Array  # int32
+    num_proposed_BP: Array  # int32 in [0, K]; 0 for parts that did not draft
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PartKeys(RoundKeys):
+    """The addresses of a part's own draft."""
+
+    part: int
+
+    def uniforms(self, purpose: Purpose, offsets_BT: Array) -> Array:
+        return super().uniforms(purpose, offsets_BT + self.part * MOST_OFFSETS)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveDrafter(DrafterHooks, Drafter):
+    """Holds drafters, and counts the emitted tokens of each; subclasses make one draft of theirs.
+
+    Parts with parameters share ``Pair.draft_params``. Parts with different models need a pair
+    without a draft model and without a head, whose ``draft_params`` are a tuple with one entry for
+    each part: None for a part without parameters.
+
+    Attributes:
+      parts: at least two drafters of chains, with the same K.
+    """
+
+    parts: tuple[Drafter, ...]
+
+    learns = 0.2  # the weight of a round in what is expected of a part that drafted in it
+    hopes = 0.02  # and the weight of K after a round of others: a part gets another chance
+
+    def __post_init__(self):
+        parts = tuple(self.parts) if isinstance(self.parts, Sequence) else ()
+        if len(parts) < 2 or not all(isinstance(part, Drafter) for part in parts):
+            raise ValueError(
+                "parts must be two drafters or more, such as (NgramDrafter(4), ModelDrafter(model, "
+                f"4)); got {str(self.parts):.100}"
+            )
+        object.__setattr__(self, "parts", parts)
+        lengths = [part.K for part in parts]
+        if len(set(lengths)) > 1 or lengths[0] < 1:
+            raise ValueError(
+                f"the parts' K must be equal and at least 1; got {lengths}: make all parts with "
+                "the same K"
+            )
+        trees = [type(part).__name__ for part in parts if hooks_of(part).depth is not None]
+        if trees:
+            raise ValueError(f"parts must draft chains; {trees[0]} drafts a tree: leave it out")
+
+    @property
+    def K(self) -> int:
+        return self.parts[0].K
+
+    @property
+    def exact(self) -> bool:
+        return all(part.exact for part in self.parts)
+
+    @property
+    def row_independent(self) -> bool:
+        return all(hooks_of(part).row_independent for part in self.parts)
+
+    @property
+    def looks_ahead(self) -> int:
+        return max(hooks_of(part).looks_ahead for part in self.parts)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Returns the layers that any part reads."""
+        return tuple(sorted({layer for part in self.parts for layer in part.hidden_layers}))
+
+    @property
+    def max_positions(self) -> int | None:
+        return min((part.max_positions for part in self.parts if part.max_positions), default=None)
+
+    @property
+    def weights_key(self) -> tuple:
+        return tuple((type(part), part.weights_key) for part in self.parts)
+
+    def of_length(self, K: int) -> CollectiveDrafter:
+        return dataclasses.replace(self, parts=tuple(with_length(part, K) for part in self.parts))
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        count = len(self.parts)
+        owners = set(self.weights_key) - {(type(part), None) for part in self.parts}
+        is_each = isinstance(draft_params, tuple)
+        has_each = is_each and draft is None and len(draft_params) == count
+        if (is_each or len(owners) > 1) and not has_each:
+            raise ValueError(
+                f"{count} drafters, {len(owners)} with different parameters: make draft_params a "
+                f"tuple of {count}, None for those without, and leave out the pair's draft and head"
+            )
+        for part, own in zip(self.parts, self._each(draft_params)):
+            part.check(target, draft, own)
+
+    def prepare(self, params: Any) -> tuple[Any, ...]:
+        return tuple(part.prepare(own) for part, own in zip(self.parts, self._each(params)))
+
+    def fit_slots(self, weights: tuple[Any, ...], slots: int) -> tuple[Any, ...]:
+        return tuple(part.fit_slots(own, slots) for part, own in zip(self.parts, weights))
+
+    def init(self, batch: int, slots: int) -> CollectiveState:
+        shape = batch, len(self.parts)
+        return CollectiveState(
+            parts=tuple(part.init(batch, slots) for part in self.parts),
+            seen_BP=jnp.zeros(shape, jnp.int32),
+            expected_BP=jnp.full(shape, self.K, jnp.float32),
+        )
+
+    def read(
+        self, weights: Weights, state: CollectiveState, chunk: PromptChunk, cache: Any
+    ) -> tuple[CollectiveState, Any]:
+        parts = list(state.parts)
+        for i, part in enumerate(self.parts):
+            own = dataclasses.replace(chunk, output=self._output_of(i, chunk.output))
+            parts[i], cache = part.read(_weights_of(weights, i), parts[i], own, cache)
+        # A part that had not read the tokens before the chunk catches up from there when it drafts.
+        end_B = jnp.minimum(chunk.start_B + chunk.tokens_BT.shape[1], chunk.lengths_B)
+        is_behind_BP = state.seen_BP < chunk.start_B[:, None]
+        seen_BP = jnp.where(is_behind_BP, state.seen_BP, end_B[:, None])
+        # A copied row brings nothing of what its text has taught.
+        expected_BP = jnp.full_like(state.expected_BP, self.K)
+        return CollectiveState(parts=tuple(parts), seen_BP=seen_BP, expected_BP=expected_BP), cache
+
+    def commit(
+        self, weights: Weights, state: CollectiveState, scored: ScoredRound, cache: Any
+    ) -> tuple[CollectiveState, Any]:
+        parts, draft = list(state.parts), scored.draft
+        for i, part in enumerate(self.parts):
+            own = dataclasses.replace(scored, output=self._output_of(i, scored.output))
+            parts[i], cache = part.commit(_weights_of(weights, i), parts[i], own, cache)
+        state = dataclasses.replace(state, parts=tuple(parts))
+        if not isinstance(draft, CollectiveDraft):  # a pause
+            return state, cache
+        num_BP1 = draft.num_proposed_BP[..., None]
+        is_emitted_BPK = draft.proposed_BPK == scored.verdict.tokens_BT[:, None, : self.K]
+        is_emitted_BPK &= jnp.arange(self.K)[None, None] < num_BP1
+        emitted_BP = jnp.cumprod(is_emitted_BPK, axis=2).sum(axis=2, dtype=jnp.int32)
+        has_drafted_BP = draft.num_proposed_BP > 0
+        surprise_BP = jnp.where(has_drafted_BP, emitted_BP, self.K) - state.expected_BP
+        weight_BP = jnp.where(has_drafted_BP, self.learns, self.hopes)
+        return dataclasses.replace(
+            state,
+            seen_BP=state.seen_BP + emitted_BP,
+            expected_BP=state.expected_BP + (weight_BP * surprise_BP).astype(jnp.float32),
+        ), cache
+
+    def _draft_part(
+        self,
+        i: int,
+        weights: Weights,
+        prefix: Prefix,
+        sample: Sampler,
+        rows_B: Array,
+        memory: _Memory,
+    ) -> tuple[Draft, _Memory]:
+        """Lets part i read the tokens that it missed in ``rows_B``, and draft in these rows."""
+        part, own, (state, seen_B, cache) = self.parts[i], _weights_of(weights, i), memory
+        known_B = num_covered(part, prefix.lengths_B)
+        if hooks_of(part).falls_behind:
+
+            def is_behind(seen_B: Array) -> Array:
+                return sample.any_shard(jnp.any(rows_B & (seen_B < known_B)))
+
+            state, _ = catch_up(part, own, state, prefix, seen_B, is_behind)
+        keys = _PartKeys(rows_B=sample.keys.rows_B, starts_B=sample.keys.starts_B, part=i)
+        sample = dataclasses.replace(sample, keys=keys)
+        draft, state, cache = part.propose(own, state, prefix, cache, sample)
+        draft = dataclasses.replace(draft, num_drafted_B=jnp.where(rows_B, draft.num_drafted_B, 0))
+        # The counts of other rows stay, so that no count depends on the rest of the batch. If the
+        # first n tokens are emitted, the state covers n more.
+        return draft, (state, jnp.where(rows_B, known_B + 1, seen_B), cache)
+
+    def _each(self, params: Any) -> tuple[Any, ...]:
+        """Returns the parameters of each part."""
+        return params if isinstance(params, tuple) else (params,) * len(self.parts)
+
+    def _output_of(self, i: int, output: Output) -> Output:
+        """Returns the target's output with the hidden states of part i only."""
+        hidden = dict(zip(self.hidden_layers, output.hidden))
+        own = tuple(hidden[layer] for layer in self.parts[i].hidden_layers)
+        return dataclasses.replace(output, hidden=own)
+
+    def propose(
+        self, weights: Weights, state: CollectiveState, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
+        first_B, drafts, parts, seen = self.choose(state, prefix), [], [], []
+        waits_B = jnp.ones(prefix.lengths_B.shape, bool)
+        if sample.draft_lengths_B is not None:
+            waits_B = sample.draft_lengths_B > 0
+        for i in range(len(self.parts)):
+            rows_B = waits_B if first_B is None else waits_B & (first_B <= i)
+            run = functools.partial(self._draft_part, i, weights, prefix, sample, rows_B)
+            memory = state.parts[i], state.seen_BP[:, i], cache
+            draft, (own, seen_B, cache) = _run_if(sample.any_shard(rows_B.any()), run, memory)
+            if first_B is not None:
+                waits_B &= draft.num_drafted_B == 0
+            drafts.append(draft)
+            parts.append(own)
+            seen.append(seen_B)
+        draft = CollectiveDraft(
+            tokens_BK=drafts[0].tokens_BK,
+            num_drafted_B=drafts[0].num_drafted_B,
+            proposed_BPK=jnp.stack([draft.tokens_BK for draft in drafts], axis=1),
+            num_proposed_BP=jnp.stack([draft.num_drafted_B for draft in drafts], axis=1),
+        )
+        draft = self.combine(state, draft, [draft.log_probs_BRV for draft in drafts])
+        seen_BP = jnp.stack(seen, axis=1)
+        return draft, dataclasses.replace(state, parts=tuple(parts), seen_BP=seen_BP), cache
+
+    def choose(self, state: CollectiveState, prefix: Prefix) -> Array | None:
+        """Returns the index of each row's first part, int32 ``[B]``, of which the next are needed
+        only where it proposes nothing; None: every part drafts.
+        """
+        return None
+
+    @abc.abstractmethod
+    def combine(self, state: CollectiveState, draft: CollectiveDraft, laws: list) -> Draft:
+        """Returns the draft that is verified.
+
+        Args:
+          draft: with all proposals.
+          laws: the distributions ``[B, K, V]`` of each part, or None.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class VotingDrafter(CollectiveDrafter):
+    """Drafts the token with the most votes, position by position, among the parts that agree with
+    it so far; see `vote`.
+
+    Every part drafts in every round, and its vote weighs as much as its expected number of
+    tokens. Of two drafters, the one with the larger weight always wins: use it with three or more.
+    """
+
+    def combine(self, state: CollectiveState, draft: CollectiveDraft, laws: list) -> Draft:
+        voters = draft.proposed_BPK, draft.num_proposed_BP, state.expected_BP
+        tokens_BK, num_drafted_B = vote(*voters)
+        return dataclasses.replace(draft, tokens_BK=tokens_BK, num_drafted_B=num_drafted_B)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoosingDrafter(CollectiveDrafter):
+    """Drafts with the part of the most expected tokens per time; if it proposes nothing, with the
+    next part that does.
+
+    A part runs only if some row needs it. So put parts first that cost nothing or often propose
+    nothing. (A `ModuleDrafter` reads the text in its own rounds alone: it accepts less after
+    others.)
+
+    Attributes:
+      costs: the time of a round with each part, in any unit; (): all equal.
+    """
+
+    costs: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "costs", costs := tuple(self.costs))
+        if len(costs) not in (0, len(self.parts)):
+            raise ValueError(
+                f"costs must be {len(self.parts)} numbers, one for each part; got {costs!r}"
+            )
+        for i, cost in enumerate(costs):
+            validate.number(f"costs[{i}]", cost, 0, above=True)
+
+    def choose(self, state: CollectiveState, prefix: Prefix) -> Array:
+        costs_P = jnp.asarray(self.costs or (1.0,), jnp.float32)
+        return jnp.argmax((1 + state.expected_BP) / costs_P[None], axis=1).astype(jnp.int32)
+
+    def combine(self, state: CollectiveState, draft: CollectiveDraft, laws: list) -> Draft:
+        """Returns the only proposal that has tokens."""
+        takes_PB = draft.num_proposed_BP.T > 0
+        known = [law_BKV for law_BKV in laws if law_BKV is not None]
+        log_probs_BKV = None
+        if known:  # write the one-hot distributions of the others out
+            for i in (i for i, law_BKV in enumerate(laws) if law_BKV is None):
+                one_hot_BKV = jax.nn.one_hot(draft.proposed_BPK[:, i], known[0].shape[2])
+                laws[i] = jnp.log(one_hot_BKV)
+            log_probs_BKV = jnp.select(list(takes_PB[..., None, None]), laws)
+        return dataclasses.replace(
+            draft,
+            tokens_BK=jnp.select(
+                list(takes_PB[..., None]), list(draft.proposed_BPK.swapaxes(0, 1))
+            ),
+            num_drafted_B=draft.num_proposed_BP.sum(axis=1),
+            log_probs_BRV=log_probs_BKV,
+        )
+
+
+def vote(proposed_BPK: Array, num_BP: Array, weights_BP: Array) -> tuple[Array, Array]:
+    """Returns the sequence of tokens with the most votes at every position, and its length.
+
+    A part votes for its next token as long as all its earlier tokens were elected. Ties go to the
+    first part. The result is the beginning of one part's proposal.
+
+    Args:
+      proposed_BPK: int32, the tokens of P parts.
+      num_BP: int32, the number of tokens of each part.
+      weights_BP: float32, the votes of each part, at least 0.
+
+    Returns:
+      ``tokens_BK`` and ``num_drafted_B``, int32.
+    """
+
+    def elect(agrees_BP: Array, at: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        tokens_BP, has_token_BP = at
+        votes_BP = agrees_BP & has_token_BP
+        is_same_BPP = tokens_BP[:, :, None] == tokens_BP[:, None, :]
+        support_BP = jnp.sum(is_same_BPP * (votes_BP * weights_BP)[:, None], axis=2)
+        winner_B1 = jnp.argmax(jnp.where(votes_BP, support_BP, -1), axis=1)[:, None]
+        token_B1 = jnp.take_along_axis(tokens_BP, winner_B1, axis=1)
+        return votes_BP & (tokens_BP == token_B1), (token_B1[:, 0], votes_BP.any(axis=1))
+
+    tokens_KBP = jnp.moveaxis(proposed_BPK, 2, 0)
+    has_token_KBP = jnp.arange(len(tokens_KBP))[:, None, None] < num_BP[None]
+    all_BP = jnp.ones(num_BP.shape, bool)
+    _, (tokens_KB, elected_KB) = jax.lax.scan(elect, all_BP, (tokens_KBP, has_token_KBP))
+    return tokens_KB.T, jnp.sum(elected_KB, axis=0, dtype=jnp.int32)
+
+
+def _run_if(
+    is_needed: Array, run: Callable[[_Memory], tuple[Draft, _Memory]], memory: _Memory
+) -> tuple[Draft, _Memory]:
+    """Returns the results of ``run`` if ``is_needed``, else no draft: in a loop of at most one
+    turn, since the branches of `lax.cond` would copy caches.
+    """
+    draft, _ = jax.eval_shape(run, memory)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), draft)
+
+    def once(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        return jnp.zeros_like(carry[0]), run(carry[1][1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], once, (is_needed, (nothing, memory)))[1]
+
+
+def _weights_of(weights: Weights, i: int) -> Weights:
+    """Returns the weights of the target and of part i."""
+    return dataclasses.replace(weights, draft=weights.draft[i])

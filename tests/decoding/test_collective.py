@@ -1,0 +1,194 @@
+"""Several drafters vote, or one is chosen: exact by the distribution that they are verified by.
+
+Their states are compared with those of texts that are read anew in test_next_round.py.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import (
+    BlockRule,
+    ChoosingDrafter,
+    CoupledRule,
+    EarlyExitDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Pair,
+    TokenRule,
+    VotingDrafter,
+    generate,
+)
+from specsamp.decoding.drafters.collective import vote
+from specsamp.decoding.state import Weights
+from specsamp.sampling.rng import Purpose
+from support.extras import slow_but
+from support.fakes import (
+    FALSE_ALARM,
+    LayeredTableLM,
+    TableLM,
+    decode,
+    near,
+    prefill,
+    random_table,
+    table_loop,
+)
+from support.loop_distributions import (
+    FAR,
+    FULL,
+    NEAR,
+    NUCLEUS,
+    RESTLESS,
+    TARGET,
+    V,
+    distribution_test,
+    first_token,
+)
+
+FEW = dict(length=3, samples=20_000, powered=False)
+EXITS = LayeredTableLM(V)
+
+
+def models(count, K=2, vocab_size=V):
+    return (ModelDrafter(TableLM(vocab_size), K),) * count
+
+
+# Votes.
+
+
+def voted(proposals, weights):
+    """The vote by its definition: one row of proposals, each a list of tokens."""
+    elected, agree = [], range(len(proposals))
+    while agree := [i for i in agree if len(proposals[i]) > len(elected)]:
+        at = len(elected)
+        token = {i: proposals[i][at] for i in agree}
+        votes = {i: sum(weights[j] for j in agree if token[j] == token[i]) for i in agree}
+        winner = max(agree, key=lambda i: (votes[i], -i))
+        elected.append(token[winner])
+        agree = [i for i in agree if token[i] == token[winner]]
+    return elected
+
+
+def test_votes_are_counted_token_by_token():
+    rng = np.random.default_rng(0)
+    proposed_BPK, num_BP = rng.integers(3, size=(300, 4, 3)), rng.integers(4, size=(300, 4))
+    weights_BP = rng.integers(3, size=(300, 4)).astype(np.float32)
+    tokens_BK, num_drafted_B = vote(*map(jnp.asarray, (proposed_BPK, num_BP, weights_BP)))
+    for row in range(300):
+        lists = [proposed_BPK[row, i, : num_BP[row, i]].tolist() for i in range(4)]
+        assert tokens_BK[row, : num_drafted_B[row]].tolist() == voted(lists, weights_BP[row])
+
+
+# Distributions.
+
+LOOKUP_OR_MODEL = ChoosingDrafter((NgramDrafter(2), *models(1)))
+VOTES = VotingDrafter((*models(2), NgramDrafter(2)))
+MODELS = ChoosingDrafter((*models(2), NgramDrafter(2)), costs=(1, 1.2, 0.5))
+EXIT_LOOP = dataclasses.replace(
+    table_loop(BlockRule(), ChoosingDrafter((NgramDrafter(2), EarlyExitDrafter(EXITS, 1, 2)))),
+    target=EXITS,
+)
+TABLES, LOOKUP = (FAR, NEAR, None), (None, NEAR)
+CASES = {
+    "choosing, token": (table_loop(TokenRule(), MODELS), TABLES, FULL, dict(adaptive=RESTLESS)),
+    "choosing, block": (table_loop(BlockRule(), LOOKUP_OR_MODEL), LOOKUP, NUCLEUS, {}),
+    "choosing, coupled": (table_loop(CoupledRule(), LOOKUP_OR_MODEL), LOOKUP, FULL, {}),
+    "early exit": (EXIT_LOOP, (None,) * 2, FULL, dict(target=jnp.stack([FAR, TARGET - FAR]))),
+    "voting, token": (table_loop(TokenRule(), VOTES), TABLES, FULL, {}),
+    "voting, block": (table_loop(BlockRule(), VOTES), TABLES, FULL, dict(adaptive=RESTLESS)),
+    "voting, coupled": (table_loop(CoupledRule(), VOTES), TABLES, FULL, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(CASES, "choosing, token", "choosing, block", "voting, token", "voting, block")
+)
+def test_texts_have_the_distribution_of_the_target(case):
+    loop, weights, sampling, options = CASES[case]
+    assert distribution_test(loop, weights, sampling, **FEW, **options) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("drafter", [LOOKUP_OR_MODEL, VotingDrafter(LOOKUP_OR_MODEL.parts)])
+def test_coupled_texts_are_those_without_drafts(drafter):
+    def texts(drafter, weights):
+        loop = table_loop(CoupledRule(), drafter)
+        return decode(loop, TARGET, weights, [[2, 0, 1]], 30, FULL, samples=50).emitted(30)
+
+    alone = texts(*models(1), FAR)
+    np.testing.assert_array_equal(texts(drafter, LOOKUP), alone)
+
+
+# Mistakes.
+
+
+class JudgedByOnePart(VotingDrafter):
+    """The winner of a vote is verified as if it had been drawn by the first part."""
+
+    def combine(self, state, draft, laws):
+        return dataclasses.replace(super().combine(state, draft, laws), log_probs_BRV=laws[0])
+
+
+class LowerIdWins(JudgedByOnePart):
+    """Chooses by the tokens, between two parts."""
+
+    def combine(self, state, draft, laws):
+        tokens_BK = draft.proposed_BPK.min(axis=1)
+        return dataclasses.replace(super().combine(state, draft, laws), tokens_BK=tokens_BK)
+
+
+class LowerIdIsCertain(LowerIdWins):
+    """No mistake."""
+
+    def combine(self, state, draft, laws):
+        return dataclasses.replace(super().combine(state, draft, laws), log_probs_BRV=None)
+
+
+class KnowsTheNoise(ChoosingDrafter):
+    """Chooses by the number with which the target judges the first token."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        offsets_B1 = jnp.zeros_like(prefix.lengths_B)[:, None]
+        uniforms_B = sample.keys.uniforms(Purpose.ACCEPT, offsets_B1)[:, 0, 0]
+        expected_BP = jnp.stack([uniforms_B, 1 - uniforms_B], axis=1)
+        state = dataclasses.replace(state, expected_BP=expected_BP)
+        return super().propose(weights, state, prefix, cache, sample)
+
+
+def test_a_winner_judged_as_if_it_was_drawn_is_seen():
+    tables = (0.7, 0.3), (0.5, 0.5)
+    two = models(2, 1, 2)
+    assert first_token(LowerIdIsCertain(two), *tables, parts=2)[0] == pytest.approx(0.7, abs=0.01)
+    assert first_token(LowerIdWins(two), *tables, parts=2)[0] == pytest.approx(0.85, abs=0.01)
+    loop = table_loop(TokenRule(), JudgedByOnePart(models(3, 1)))
+    assert distribution_test(loop, (FAR,) * 3, FULL, **FEW) < FALSE_ALARM * 1e-6
+
+
+@pytest.mark.parametrize("kind, is_exact", [(ChoosingDrafter, True), (KnowsTheNoise, False)])
+def test_a_choice_by_the_noise_of_the_target_is_seen(kind, is_exact):
+    loop = table_loop(TokenRule(), kind(models(2, 1)))
+    found = distribution_test(loop, (FAR, NEAR), FULL, **FEW)
+    assert found > FALSE_ALARM if is_exact else found < FALSE_ALARM * 1e-6
+
+
+def test_parts_draw_with_noise_of_their_own():
+    loop, draft = table_loop(TokenRule(), VotingDrafter(models(2, 1))), (FAR, FAR)
+    state = prefill(loop, TARGET, draft, [[0]], 9, FULL, samples=200)
+    drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[0].proposed_BPK
+    assert 50 < (drawn[:, 0, 0] == drawn[:, 1, 0]).sum() < 150
+
+
+# Pairs.
+
+
+def test_parts_have_models_of_their_own():
+    """A pair without a draft, whose parameters are those of each part."""
+    table = random_table(3, 12)
+    params = near(table, 1, 2.0), None, table
+    pair = Pair(target=TableLM(12), target_params=table, draft_params=params)
+    first, last = models(2, vocab_size=12)
+    drafter = ChoosingDrafter((first, NgramDrafter(2), last))
+    (completion,) = generate(pair, [[1, 2]], 60, drafter=drafter)
+    assert completion.tokens == generate(pair, [[1, 2]], 60, draft_length=0)[0].tokens
+    assert completion.exact and completion.stats.emitted_per_round > 2.3
