@@ -153,8 +153,8 @@ def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
 
 
 def check_word(name: str, value: Any) -> str:
-    """Returns ``value``, a word of `DRAFTERS`, one of `COLLECTIVES` with such words after colons, or
-    ``FILE.py:EXPRESSION``; raises ValueError for anything else.
+    """Returns ``value``, a word of `DRAFTERS`, one of `COLLECTIVES` with such words after colons,
+    or ``FILE.py:EXPRESSION``; raises ValueError for anything else.
     """
     if isinstance(value, str) and is_own(value):
         return value
