@@ -94,6 +94,47 @@ def test_a_wrong_line_of_prompts_is_refused(tmp_path, line, message):
 
 
 @pytest.mark.slow
+def test_an_evaluation_of_replicas_has_the_scores_of_one_run(tmp_path):
+    """The second replica was killed in its last block: the run of everything decodes what that
+    block lacks.
+    """
+    asked = [
+        "--task=python",
+        "--problems=5",
+        "--rows=3",
+        "--blocks=2",
+        "--config.max_new_tokens=6",
+        "--methods=plain",
+    ]
+    for output in (tmp_path / "parts.json", tmp_path / "one.json"):
+        for index in (0, 1) if output.stem == "parts" else ():
+            done = call("evaluate", *asked, f"--output={output}", f"--replica={index}/2")
+            assert done.returncode == 0, done.stderr
+            part = json.loads((tmp_path / f"parts.replica-{index}-of-2.json").read_text())[
+                "evaluation"
+            ]
+            assert part[0]["problems"] == 3 - index and part[0]["ms_per_token"] > 0
+        for lost in output.parent.glob("parts.json.texts/plain.2_of_2.*.replica-1-of-2.jsonl"):
+            lost.write_text(
+                "".join(lost.read_text().splitlines(keepends=True)[:-1]), encoding="utf-8"
+            )
+        done = call("evaluate", *asked, f"--output={output}")
+        assert done.returncode == 0, done.stderr
+    parts, one = (
+        json.loads((tmp_path / f"{name}.json").read_text())["cells"] for name in ("parts", "one")
+    )
+    assert [cell["key"] for cell in parts] == [cell["key"] for cell in one] and len(one) == 2
+    for of_parts, whole in zip(parts, one):
+        for name in ("problems", "finish", "counts"):
+            assert of_parts["result"][name] == whole["result"][name]
+        for score, other in zip(
+            of_parts["result"]["scores"], whole["result"]["scores"], strict=True
+        ):
+            assert score == pytest.approx(other, abs=1e-5)
+    assert "rounds" in json.dumps(one)
+
+
+@pytest.mark.slow
 def test_cells_of_replicas_are_taken_over(tmp_path):
     output, grid = (
         tmp_path / "cells.json",
