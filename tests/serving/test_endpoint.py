@@ -482,7 +482,7 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, servi
     assert (status, headers["retry-after"]) == (429, "1")
     assert (
         document["error"]["code"] == "rate_limit_exceeded"
-        and "6 texts are running" in document["error"]["message"]
+        and "6 completions are in progress" in document["error"]["message"]
     )
     gate.open()
     for raw in waiting:
