@@ -21,7 +21,7 @@ def add_decoding(
     # K; 0 decodes autoregressively; "machine": the best by a forecast for this machine, which also
     # tries prompt lookup
     config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
-    # or "pard", "head", "block", "early_exit", "window", "ngram", several such as
+    # or "beam", "pard", "head", "block", "early_exit", "window", "ngram", several such as
     # "voting:ngram:model" or "choosing:ngram:early_exit", or "none": both sides
     # autoregressive, a test of the benchmark
     config.drafter = "model"

@@ -14,6 +14,7 @@ from specsamp.decoding.conversation import Conversation as Conversation
 from specsamp.decoding.drafter import Drafter as Drafter, DrafterHooks as DrafterHooks
 from specsamp.decoding.drafters import (
     BlockDrafter as BlockDrafter,
+    BeamDrafter as BeamDrafter,
     BlockTree as BlockTree,
     ChoosingDrafter as ChoosingDrafter,
     EarlyExitDrafter as EarlyExitDrafter,
@@ -44,6 +45,7 @@ from specsamp.sampling.coupled import CoupledRule as CoupledRule
 from specsamp.sampling.lossy import (
     EARS as EARS,
     Bounded as Bounded,
+    JointThreshold as JointThreshold,
     Lenience as Lenience,
     Typical as Typical,
 )

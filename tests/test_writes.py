@@ -29,6 +29,7 @@ ALLOWED = {
     "decoding/drafters/ngram.py: NgramDrafter._write.write": (2, "drops places that are not used"),
     "decoding/drafters/parallel.py: ParallelDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/translating.py: TranslatingDrafter.propose.step": (1, "an offset below K"),
+    "decoding/drafters/beam.py: BeamDrafter._extend": (1, "an offset below K"),
     "decoding/drafters/window.py: WindowDrafter.propose.step": (1, "an offset below K"),
     "decoding/sampler.py: Sampler.draw": (1, "an offset below K"),
     "decoding/drafters/translating.py: TranslatingDrafter.init": (

@@ -13,6 +13,7 @@ from specsamp import storage, validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     BlockDrafter,
     BlockTree,
     ChoosingDrafter,
@@ -108,6 +109,11 @@ DRAFTERS = {
         draft="model",
         trees=False,
         reads=("mask_id",),
+    ),
+    "beam": Word(
+        make=lambda target, draft, size, config: BeamDrafter(draft, size, decode_window()),
+        draft="model",
+        trees=False,
     ),
     "head": Word(make=_head, draft="head", compiled=True),
     "block": Word(make=_head, draft="block"),

@@ -9,7 +9,7 @@ defaults. The kind of siblings follows the name of a rule for token trees: "recu
 from launch.lib.own_code import evaluate, is_own
 from specsamp import validate
 from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
+from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule, TraversalRule
@@ -17,8 +17,9 @@ from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule, TraversalRule
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 TREES = {"recursive": RecursiveRule, "traversal": TraversalRule, "kseq": KSeqRule}
 BOUNDED = "bounded"
-LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, BOUNDED: Bounded}
-CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2}  # the most that may follow
+LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, "joint": JointThreshold}
+LOSSY[BOUNDED] = Bounded
+CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2, "joint": 1}  # the most that may follow
 
 
 def make_rule(word: str) -> Rule:

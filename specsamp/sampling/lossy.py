@@ -12,6 +12,8 @@ less certain.
 * `Lenience` (Leviathan et al., arXiv 2211.17192, appendix A.5) accepts with ``min(1, q / (l p))``.
 * `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta
 exp(-H(q)))``.
+* `JointThreshold` (MTAD, arXiv 2407.09722) accepts while the joint probability of the tokens is
+above ``tau`` times the draft's.
 * `Bounded` mixes one of these rules with the exact rule, so that no token costs more than a budget.
 
 **The meter.** A rule verifies token by token, accepts x with probability a(x), and replaces a
@@ -50,7 +52,8 @@ class LossyTokenRule(RejectionRule):
 
     @abc.abstractmethod
     def accepts(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probability that each token is accepted if it is drafted, ``[..., V]``.
+        """Returns the probability that each token is accepted if it is drafted and all earlier
+        tokens were accepted, ``[..., V]``.
 
         Args:
           log_q: float32 ``[..., V]``, the target's distribution, warped and normalised.
@@ -63,13 +66,17 @@ class LossyTokenRule(RejectionRule):
         """
         return jnp.maximum(jnp.exp(log_q) - jnp.exp(log_p), 0)
 
+    def given(self, draft: Draft, target_log_probs: Array) -> LossyTokenRule:
+        """Returns the rule whose methods get all rows ``[B, K, V]`` of a draft; for rules that look
+        at earlier tokens.
+        """
+        return self
+
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
-        accepted_BKV = self.accepts(
-            target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
-        )
-        accepted_BK = jnp.take_along_axis(accepted_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
-        return jnp.where(draft.is_drafted_BK, accepted_BK, 0)
+        log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
+        accepted_BKV = self.given(draft, target_log_probs).accepts(log_q, log_p)
+        return jnp.where(draft.is_drafted_BK, _at_tokens(accepted_BKV, draft), 0)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are
@@ -78,19 +85,20 @@ class LossyTokenRule(RejectionRule):
         log_q_BV, K = at_rows(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
         if K == 0:
             return jnp.exp(log_q_BV)
-        log_p_BV = at_rows(
-            _draft_log_probs(draft, target_log_probs), jnp.minimum(num_accepted_B, K - 1)
-        )
+        log_p = _draft_log_probs(draft, target_log_probs)
+        replaced_BKV = self.given(draft, target_log_probs).replaces(target_log_probs[:, :-1], log_p)
+        replaced_BV = at_rows(replaced_BKV, jnp.minimum(num_accepted_B, K - 1))
         rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
-        return jnp.where(rejected_B1, self.replaces(log_q_BV, log_p_BV), jnp.exp(log_q_BV))
+        return jnp.where(rejected_B1, replaced_BV, jnp.exp(log_q_BV))
 
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:
         """Returns the total variation of `output` at each emitted token, and the acceptance beyond
         ``sum min(p, q)``.
         """
         log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
+        rule = self.given(draft, target_log_probs)
         exact_BK = jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
-        extra_BK = (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1) - exact_BK
+        extra_BK = (jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(-1) - exact_BK
         counts_BK = draft.is_drafted_BK & (
             jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None]
         )
@@ -101,7 +109,7 @@ class LossyTokenRule(RejectionRule):
             """
             return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(log_q.dtype)
 
-        return Meter(variation=padded(self.variation(log_q, log_p)), extra=padded(extra_BK))
+        return Meter(variation=padded(rule.variation(log_q, log_p)), extra=padded(extra_BK))
 
     def output(self, log_q: Array, log_p: Array) -> Array:
         """Returns the distribution of a token, given that all earlier tokens were accepted, ``[...,
@@ -192,6 +200,43 @@ class Typical(LossyTokenRule):
 
 
 @dataclasses.dataclass(frozen=True)
+class JointThreshold(LossyTokenRule):
+    """Accepts a token if ``prod q_i(d_i) / p_i(d_i) > tau`` up to it, else draws from the target
+    (MTAD).
+
+    Published with the most probable draft of a search, `BeamDrafter`, which comes with its
+    probabilities p in ``Draft.scores_BK``; else p is the distribution that a token was drawn from,
+    or 1 for one-hot drafts. A draft ends at the first token that fails. (In the paper a later
+    success makes up for it; then the law of a token depends on the tokens after it, and neither
+    meter nor budget would be that of a token.)
+
+    Attributes:
+      tau: in (0, 1].
+      margin: within a round, the logarithm of the product before each token, ``[B, K, 1]``.
+    """
+
+    tau: float = 0.5
+    margin: Array | float = dataclasses.field(default=0.0, compare=False, repr=False)
+
+    def __post_init__(self):
+        validate.number("JointThreshold's tau", self.tau, 0, 1, above=True)
+
+    def given(self, draft: Draft, target_log_probs: Array) -> JointThreshold:
+        drawn_BK = _at_tokens(_draft_log_probs(draft, target_log_probs), draft)
+        scores_BK = drawn_BK if draft.scores_BK is None else draft.scores_BK
+        ratios_BK = _at_tokens(target_log_probs[:, :-1], draft) - scores_BK
+        ratios_BK = jnp.where(draft.is_drafted_BK, ratios_BK, 0)
+        before_BK = jnp.cumsum(jnp.pad(ratios_BK, ((0, 0), (1, 0)))[:, :-1], axis=1)
+        return dataclasses.replace(self, margin=(before_BK + drawn_BK - scores_BK)[..., None])
+
+    def accepts(self, log_q: Array, log_p: Array) -> Array:
+        return (self.margin + log_q - log_p > math.log(self.tau)).astype(log_q.dtype)
+
+    def replaces(self, log_q: Array, log_p: Array) -> Array:
+        return jnp.exp(log_q)
+
+
+@dataclasses.dataclass(frozen=True)
 class Bounded(LossyTokenRule):
     """Mixes a lossy rule with the exact rule, so that each token costs at most a budget.
 
@@ -200,7 +245,7 @@ class Bounded(LossyTokenRule):
     b.
 
     Attributes:
-      rule: `EARS`, `Lenience`, `Typical`, or another `LossyTokenRule`.
+      rule: `EARS`, `Lenience`, `Typical`, `JointThreshold`, or another `LossyTokenRule`.
       tv_per_token: the budget, in [0, 1].
     """
 
@@ -228,6 +273,9 @@ class Bounded(LossyTokenRule):
             log_q, log_p
         )
 
+    def given(self, draft: Draft, target_log_probs: Array) -> Bounded:
+        return dataclasses.replace(self, rule=self.rule.given(draft, target_log_probs))
+
     def _share(self, log_q: Array, log_p: Array) -> Array:
         """Returns the probability with which the lossy rule is applied, ``[..., 1]``."""
         variation = self.rule.variation(log_q, log_p)[..., None]
@@ -248,3 +296,8 @@ def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
         jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
     )
     return jnp.where(is_token_BKV, 0.0, -jnp.inf).astype(target_log_probs.dtype)
+
+
+def _at_tokens(x_BKV: Array, draft: Draft) -> Array:
+    """Returns the entry of each drafted token, ``[B, K]``."""
+    return jnp.take_along_axis(x_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]

@@ -45,6 +45,8 @@ class Draft:
     # from. For chains R = K. None: one-hot. It must be None for tokens that were not drawn but
     # chosen (top-k, pruned, retrieved).
     log_probs_BRV: Array | None = None
+    # float32, the draft's log-probability of each token of a chain that was chosen for it.
+    scores_BK: Array | None = None
     # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1.
     parents_BK: Array | None = None
     # int32 [B, K+1], for each scored row its row of ``log_probs_BRV`` (the law of its children);

@@ -12,6 +12,7 @@ from specsamp import (
     EARS,
     BlockRule,
     Bounded,
+    JointThreshold,
     Lenience,
     ModelDrafter,
     NgramDrafter,
@@ -42,6 +43,7 @@ SAMPLES = 50_000  # the rules themselves are enumerated in sampling/test_lossy.p
 CASES = {
     "EARS": (EARS(1.0), FAR, FULL),
     "bounded lenience": (Bounded(Lenience(0.1), 0.03), NEAR, NUCLEUS),
+    "joint threshold": (JointThreshold(0.5), NEAR, FULL),
 }
 every_case = pytest.mark.parametrize("case", slow_but(CASES, "bounded lenience"))
 

@@ -73,8 +73,8 @@ def next_round(loop, weights, state):
     draft, _, cache = loop.draft(weights, request, state)
     logits_BTV = loop.score(weights, state, draft, cache).logits_BTV
     laws = draft.log_probs_BRV
-    if laws is None:  # of votes
-        laws = jnp.zeros((*draft.tokens_BK.shape, 1))
+    if laws is None:  # of chosen tokens
+        laws = jnp.zeros((*draft.tokens_BK.shape, V))
     return draft, jnp.exp(laws), jax.nn.softmax(logits_BTV)
 
 

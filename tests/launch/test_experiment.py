@@ -19,6 +19,7 @@ from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     EarlyExitDrafter,
     EarlyExitTree,
     ModelDrafter,
@@ -74,6 +75,7 @@ def test_a_configuration_becomes_objects(monkeypatch):
     known |= {"window": WindowDrafter(made.pair.target, 2, window=9, sinks=3)}
     known |= {"pard": ParallelDrafter(made.pair.draft, 2, mask_id=7)}
     several = NgramDrafter(2), EarlyExitDrafter(made.pair.target, 1, 2)
+    known |= {"beam": BeamDrafter(made.pair.draft, 2)}
     known |= {"voting:ngram:early_exit": VotingDrafter(several)}
     for word, drafter in known.items():
         own = config.turned(

@@ -5,7 +5,7 @@ import pytest
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
-from specsamp import EARS, BlockRule, Bounded, Lenience, TokenRule, Typical
+from specsamp import EARS, BlockRule, Bounded, JointThreshold, Lenience, TokenRule, Typical
 from specsamp.analysis import report
 from specsamp.decoding.results import RowStats
 
@@ -20,6 +20,7 @@ from specsamp.decoding.results import RowStats
         ("lenience:0.25", Lenience(0.25)),
         ("typical:0.3:0.55", Typical(0.3, 0.55)),
         ("bounded:0.01:typical", Bounded(Typical(), 0.01)),
+        ("bounded:0.01:joint:0.9", Bounded(JointThreshold(0.9), 0.01)),
         ("bounded:0.01:ears:1", Bounded(EARS(1.0), 0.01)),
     ],
 )

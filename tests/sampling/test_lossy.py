@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
+from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
+from specsamp.sampling.rules import Draft
 from support import mutants
 from support.distributions import constant, grid, log, one_hots, random_distributions
 from support.enumeration import enumerate_round
@@ -23,6 +24,8 @@ RULES = {
     "bounded EARS": Bounded(EARS(1.0), 0.02),
     "bounded lenience": Bounded(Lenience(0.1), 0.05),
     "bounded typical": Bounded(Typical(), 0.03),
+    "joint threshold": JointThreshold(0.5),
+    "bounded joint threshold": Bounded(JointThreshold(0.5), 0.03),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
@@ -63,6 +66,31 @@ def test_golden_outputs():
     with jax.enable_x64(True):
         out = Typical().output(*map(jnp.asarray, (log(FLAT), log(UNIFORM))))
     assert_allclose(out, [0.375, 0.325, 0.3, 0], atol=EXACT)
+
+
+@pytest.mark.parametrize(
+    "tau, scores, passed, cost",
+    [
+        (0.5, None, [1, 1], None),  # ratios .8 and .71
+        (0.75, None, [1, 0], None),
+        (0.5, [0.9, 0.3], [0, 1], [0.0, 0.2]),  # .44, then 1.19, which is never reached
+        (0.5, [0.4, 0.9], [1, 1], [0.6, 0.2]),  # 1, then .89
+    ],
+)
+def test_golden_joint_ratios(tau, scores, passed, cost):
+    """Of the draft (1, 1): drawn, or found by a search, where a kept token is certain."""
+    q, p = [[[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]]], [[[0.5, 0.5], [0.1, 0.9]]]
+    tokens, count = jnp.ones((1, 2), jnp.int32), jnp.full(1, 2)
+    with jax.enable_x64(True):
+        found = None if scores is None else jnp.log(jnp.asarray([scores]))
+        laws = jnp.log(jnp.asarray(p)) if scores is None else None
+        draft = Draft(tokens_BK=tokens, num_drafted_B=count, log_probs_BRV=laws, scores_BK=found)
+        target = jnp.log(jnp.asarray(q))
+        rule = JointThreshold(tau)
+        np.testing.assert_array_equal(rule.acceptance(draft, target), [passed])
+        spent = rule.meter(draft, target, count).variation[0, :2]
+    if scores is not None:
+        np.testing.assert_allclose(spent, cost, atol=EXACT)
 
 
 @every_rule

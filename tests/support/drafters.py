@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     BlockDrafter,
     BlockTree,
     ChoosingDrafter,
@@ -105,6 +106,7 @@ GROWN = ModelTree(TARGET, tree=GROWTH)
 DRAFTERS = {
     "model": lambda: of_model(ModelDrafter(TARGET, K), lengths=(0, 1, K), perfect=K),
     "parallel": lambda: of_model(PARALLEL, lengths=(0, 1, K), perfect=1),
+    "beam": lambda: of_model(BeamDrafter(TARGET, K, beams=3), lengths=(0, 1, K)),
     "tokenizer": of_tokenizer,
     "early exit": lambda: of_target(EarlyExitDrafter(TARGET, 1, K)),
     "window": lambda: of_target(WindowDrafter(TARGET, K, window=5, sinks=2)),

@@ -1,8 +1,9 @@
-"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit,
-heads, several drafters, token trees.
+"""The drafters: none, a draft model or its beam search, a model of another tokenizer, prompt
+lookup, early exit, heads, several drafters, token trees.
 """
 
 from specsamp.decoding.drafter import NoDrafter
+from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.collective import ChoosingDrafter, VotingDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
@@ -22,6 +23,7 @@ from specsamp.decoding.drafters.tree import (
 from specsamp.decoding.drafters.window import WindowDrafter
 
 __all__ = [
+    "BeamDrafter",
     "BlockDrafter",
     "BlockTree",
     "ChoosingDrafter",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     BlockDrafter,
     EarlyExitDrafter,
     FeatureDrafter,
@@ -67,6 +68,11 @@ def _(drafter: ModelDrafter) -> Reader:
     return Reader(
         model=drafter.model, with_target=lambda target: dataclasses.replace(drafter, model=target)
     )
+
+
+@reader.register
+def _(drafter: BeamDrafter) -> None:
+    return None  # no token is sampled
 
 
 @reader.register

@@ -161,6 +161,7 @@ SETTINGS = [
     Setting("queue", "modules", slots=256),
     Setting("queue", "choices", slots=256),
     Setting("queue", "parallel", adapts=True),
+    Setting("batch", "beam"),
     Setting("queue", "DFlash"),
     Setting("queue", "model tree", TREES),
     Setting("queue", "model", shards=2),

@@ -1,0 +1,123 @@
+"""Drafts by beam search: those of a search by hand, exact as one-hot proposals, and judged by their
+joint probability. Their cache is compared with the text in test_next_round.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from specsamp import BeamDrafter, JointThreshold, TokenRule
+from specsamp.decoding.state import Weights
+from specsamp.sampling.penalties import penalties
+from specsamp.sampling.warp import chain, greedy, temperature
+from support.extras import slow_but
+from support.fakes import FALSE_ALARM, ORDER, TableLM, prefill, random_table, table_loop
+from support.loop_distributions import FAR, FULL, V, distribution_test
+
+SIZE, K, TAU = 6, 3, 0.7
+TABLE, OTHER = (random_table(seed, SIZE, scale=0.7) for seed in (7, 8))
+PAIRS = [[i, j] for i in range(SIZE) for j in range(SIZE)]
+
+
+def first_state(drafter, prompts, sampling, rule=TokenRule(), target=TABLE):
+    """A loop that has read some prompts: itself, its weights, and its state."""
+    loop = table_loop(rule, drafter, vocab_size=SIZE)
+    state = prefill(loop, target, TABLE, prompts, 20, sampling)
+    return loop, Weights(target=target, draft=TABLE), state
+
+
+def after(table, prompt, text):
+    return np.asarray(table, np.float64)[tuple(([SIZE] * ORDER + [*prompt, *text])[-ORDER:])]
+
+
+def search(warp, prompt, beams):
+    """A beam search by its definition: the tokens of the best hypothesis and their
+    log-probabilities.
+    """
+    hypotheses = [((), ())]
+    for _ in range(K):
+        longer = [
+            (text + (token,), scores + (score,))
+            for text, scores in hypotheses
+            for token, score in enumerate(warp(after(TABLE, prompt, text), text))
+        ]
+        hypotheses = sorted(longer, key=lambda one: -sum(one[1]))[:beams]
+    return hypotheses[0]
+
+
+def plain(logits, text):
+    return log_softmax(logits)
+
+
+def penalised(logits, text):
+    return log_softmax(logits / 0.7 - 1.5 * np.isin(np.arange(SIZE), text))
+
+
+def certain(logits, text):
+    return np.where(np.arange(SIZE) == logits.argmax(), 0.0, -np.inf)
+
+
+CASES = {
+    "one beam": (FULL, plain, 1),
+    "full": (FULL, plain, 4),
+    "penalties": (chain(temperature(0.7), penalties(presence=1.5)), penalised, 4),
+    "greedy": (greedy(), certain, 4),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, "full", "penalties"))
+def test_a_draft_is_that_of_a_search_by_hand(case):
+    """With the draft's warped probabilities, of every row of a ragged batch; one beam is the greedy
+    chain.
+    """
+    sampling, warp, beams = CASES[case]
+    texts = [[0], [1, 2], [5, 5, 5], [0, 4, 2, 1], [3, 0, 1, 2, 4, 5, 0]]
+    loop, weights, state = first_state(BeamDrafter(TableLM(SIZE), K, beams=beams), texts, sampling)
+    draft = jax.jit(lambda state: loop.draft(weights, state.request, state)[0])(state)
+    found = [search(warp, prompt, beams) for prompt in texts]
+    assert draft.num_drafted_B.tolist() == [K] * len(texts) and draft.log_probs_BRV is None
+    assert draft.tokens_BK.tolist() == [list(tokens) for tokens, _ in found]
+    np.testing.assert_allclose(draft.scores_BK, [scores for _, scores in found], atol=1e-5)
+    chains = [search(warp, prompt, 1) for prompt in texts]
+    assert (chains != found) == (beams > 1 and warp is not certain), "the control"
+
+
+class JudgedByItsScores(BeamDrafter):
+    """Verifies its most probable tokens as if they had been drawn."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        is_token_BKV = jax.nn.one_hot(draft.tokens_BK, V, dtype=bool)
+        score_BK1 = draft.scores_BK[..., None]
+        laws = jnp.where(is_token_BKV, score_BK1, jnp.log(-jnp.expm1(score_BK1) / (V - 1)))
+        return dataclasses.replace(draft, log_probs_BRV=laws), state, cache
+
+
+@pytest.mark.parametrize("kind, is_exact", [(BeamDrafter, True), (JudgedByItsScores, False)])
+def test_the_text_has_the_distribution_of_the_target(kind, is_exact):
+    loop = table_loop(TokenRule(), kind(TableLM(V), 2, beams=2))
+    found = distribution_test(loop, FAR, FULL, length=3, samples=10_000, powered=False)
+    assert found > FALSE_ALARM if is_exact else found < FALSE_ALARM * 1e-6
+
+
+def test_the_joint_ratio_decides():
+    """How many tokens of each draft stay; a token that stays is certain, and metered as such."""
+    drafter, counts = BeamDrafter(TableLM(SIZE), K, beams=3), set()
+    loop, weights, state = first_state(drafter, PAIRS, FULL, JointThreshold(TAU), OTHER)
+    state = loop.run(weights, state, 1)
+    for row, prompt in enumerate(PAIRS):
+        tokens, scores = search(plain, prompt, 3)
+        log_q = [plain(after(OTHER, prompt, tokens[:k]), ())[tokens[k]] for k in range(K)]
+        ratios = np.exp(np.cumsum(log_q) - np.cumsum(scores))
+        assert np.abs(ratios - TAU).min() > 1e-4, "a near-tie"
+        count = int(np.cumprod(ratios > TAU).sum())
+        assert state.lengths_B[row] - len(prompt) - 1 == count
+        assert state.tokens_BS[row, 2 : 2 + count].tolist() == list(tokens[:count])
+        spent = state.meter.variation[row, 2 : 2 + count]
+        np.testing.assert_allclose(spent, -np.expm1(log_q[:count]), atol=1e-5)
+        counts.add(count)
+    assert counts == set(range(K + 1))
