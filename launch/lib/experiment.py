@@ -16,6 +16,7 @@ from specsamp import validate
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_pair, read_target
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import HEADS, load_pair, load_prompts
 from specsamp.checkpoints.vocabulary import shared_mass
 from specsamp.decoding.data_shards import DataShards
@@ -186,6 +187,9 @@ def with_prompts(
     """Returns the workload with prompts and room for the longest; with ``chat``, texts are messages
     of a user.
     """
+    for text in filter(lambda one: isinstance(one, str), prompts):
+        if isinstance(pair.tokenizer, JsonTokenizer) and not pair.tokenizer.knows(text):
+            raise ValueError(f"the pair has no token of {text[:40]!r}: it reads other texts")
     asked = [
         [{"role": "user", "content": one}] if chat and isinstance(one, str) else one
         for one in prompts

@@ -250,6 +250,17 @@ def streamed(model: Mapping[str, Any]) -> int:
     return config.num_parameters - config.num_ngram_tables * config.ngram_rows * config.width
 
 
+def learning(document: Document) -> Table:
+    """Returns a head's held-out acceptance by step of its training and drafted token."""
+    name = "acceptance/position_{} (temperature 1)"
+    rows = [
+        (str(row["step"]), *(f"{row[name.format(k)]:.3f}" for k in range(1, 5)))
+        for row in document["held_out"]
+    ]
+    header = ("steps", *(f"drafted token {k}" for k in range(1, 5)))
+    return Table(title="Held-out acceptance at T = 1", header=header, rows=rows, left=0)
+
+
 def domains(*documents: Document) -> Table:
     """Returns the acceptance of the first drafted token, tokens per round, and speedup of each
     method by domain; of evaluations whose blocks are domains.
@@ -295,7 +306,8 @@ STUDY = Study(
             ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
             summary,
         ),
-        "domains": Published(["smollm2_domains_greedy", "smollm2_domains_sampled"], domains),
+        "learning": Published(["smollm2_head"], learning),
+        "domains": Published(["smollm2_domains_greedy"], domains),
         "pair": Published(["pair"], trained),
         "grid": Published(
             ["python_pair_grid"],

@@ -124,20 +124,14 @@ class JsonTokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text.
+        return self._tokenizer.encode(text).ids
 
-        Raises:
-          ValueError: all words of the text are unknown to a tokenizer of whole words.
-        """
-        ids = self._tokenizer.encode(text).ids
-        if ids and isinstance(self.model, tokenizers.models.WordLevel):
-            unknown = self._tokenizer.token_to_id(self.model.unk_token)
-            if set(ids) == {unknown}:
-                raise ValueError(
-                    f"the tokenizer knows no word of {text[:40]!r}: it reads words such as "
-                    f"{', '.join(sorted(self._tokenizer.get_vocab())[:3])}"
-                )
-        return ids
+    def knows(self, text: str) -> bool:
+        """Returns False if the tokenizer has whole words, and none of the text's."""
+        ids = self.encode(text)
+        if not ids or not isinstance(self.model, tokenizers.models.WordLevel):
+            return True
+        return set(ids) != {self._tokenizer.token_to_id(self.model.unk_token)}
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, complete: bool = False, **variables: Any

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPTS = ("launch/setup.sh", "launch/test.sh", "launch/demo.sh", ".ci/run")
+SCRIPTS = ("launch/setup.sh", "launch/test.sh", "launch/demo.sh", ".ci/run", ".ci/house.sh")
 CONSTRAINTS = (".ci/newest.txt", ".ci/oldest.txt")
 
 # Stands for a Python and for the environments that it makes: notes how it was called, and under
@@ -212,6 +212,7 @@ def test_ci_runs_the_quick_core_on_the_newest_python_and_all_else_on_311(checkou
         f".ci/python3.13/bin/python: none, -m pytest --complete {' '.join(core)}",
         f".ci/python3.11/bin/python: none, -m pytest --complete --slow {ignored}",
         f".ci/python3.11/bin/python: none, -m pytest --complete --slow -m slow {' '.join(core)}",
+        ".ci/python3.11/bin/python: none, .ci/house.py",
     ]
 
 
