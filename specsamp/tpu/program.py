@@ -147,6 +147,7 @@ def measure_program(
     chip, _ = parse(topology)
     known = dict(name=name, tokens=tokens, layers=layers, calls=calls)
     known |= dict(floor_bytes=floor(1.0), live_floor_bytes=floor(0.5))
+    schedules.take()  # removes those of programs that were compiled elsewhere in this process
     try:
         compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
     except jax.errors.JaxRuntimeError as error:
