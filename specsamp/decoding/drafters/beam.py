@@ -4,8 +4,8 @@ Multi-token joint decoding drafts this way (MTAD, arXiv 2407.09722). `JointThres
 joint probabilities of the proposal under the target and under the draft, `Draft.scores_BK`::
 
     drafter = BeamDrafter(pair.draft, K=4)
-    generate(pair, prompts, drafter=drafter, rule=JointThreshold(0.5),
-    sampling=chain(temperature(1.0)))
+    rule = JointThreshold(0.5)
+    generate(pair, prompts, drafter=drafter, rule=rule, sampling=chain(temperature(1.0)))
 
 Nothing is sampled, so an exact rule verifies the tokens as one-hot, as for prompt lookup. Joint
 probabilities are those of the warped distributions.

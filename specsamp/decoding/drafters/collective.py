@@ -98,8 +98,8 @@ class CollectiveDrafter(DrafterHooks, Drafter):
 
     parts: tuple[Drafter, ...]
 
-    learns = 0.2  # the weight of a round in what is expected of a part that drafted in it
-    hopes = 0.02  # and the weight of K after a round of others: a part gets another chance
+    update_weight = 0.2  # weight of a round in the moving average of a part that drafted
+    recovery_weight = 0.02  # weight of K, each round, in the average of a part that did not
 
     def __post_init__(self):
         parts = tuple(self.parts) if isinstance(self.parts, Sequence) else ()
@@ -189,7 +189,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         end_B = jnp.minimum(chunk.start_B + chunk.tokens_BT.shape[1], chunk.lengths_B)
         is_behind_BP = state.seen_BP < chunk.start_B[:, None]
         seen_BP = jnp.where(is_behind_BP, state.seen_BP, end_B[:, None])
-        # A copied row brings nothing of what its text has taught.
+        # The moving averages belong to the former text of a copied row.
         expected_BP = jnp.full_like(state.expected_BP, self.K)
         return CollectiveState(parts=tuple(parts), seen_BP=seen_BP, expected_BP=expected_BP), cache
 
@@ -209,7 +209,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         emitted_BP = jnp.cumprod(is_emitted_BPK, axis=2).sum(axis=2, dtype=jnp.int32)
         has_drafted_BP = draft.num_proposed_BP > 0
         surprise_BP = jnp.where(has_drafted_BP, emitted_BP, self.K) - state.expected_BP
-        weight_BP = jnp.where(has_drafted_BP, self.learns, self.hopes)
+        weight_BP = jnp.where(has_drafted_BP, self.update_weight, self.recovery_weight)
         return dataclasses.replace(
             state,
             seen_BP=state.seen_BP + emitted_BP,
