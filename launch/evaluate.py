@@ -21,7 +21,6 @@ machine cannot isolate them, none runs without --run_unisolated.
 Exit status: 0, done; 2, the command is impossible (stderr has the reason).
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -53,7 +52,7 @@ from specsamp.evaluation.harness import (
     max_positions,
     tabulate,
 )
-from specsamp.evaluation.task import EvaluationTask, Problem
+from specsamp.evaluation.task import EvaluationTask, Problem, first_of_each
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
 from specsamp.replica import Replica
@@ -275,17 +274,6 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
             raise ValueError(f"--methods names {name} twice")
         ways[name] = own
     return ways
-
-
-def first_of_each(problems: Sequence[Problem], most: int | None) -> list[Problem]:
-    """Returns the first problems of each category, at most ``most``; None: all."""
-    counts = collections.Counter()
-    kept = []
-    for problem in problems:
-        counts[problem.category] += 1
-        if most is None or counts[problem.category] <= most:
-            kept.append(problem)
-    return kept
 
 
 def fitting(

@@ -22,6 +22,7 @@ from specsamp.analysis.workload import Quartiles
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.drafters import NgramDrafter
 from specsamp.decoding.generate import generate
+from specsamp.evaluation.task import first_of_each
 from specsamp.evaluation.tasks import load_task
 from specsamp.sampling.warp import greedy
 
@@ -48,12 +49,8 @@ def prepare(options: Any) -> None:
         options.target, dtype=torch.float32
     )
     options.theirs.generation_config.eos_token_id = None  # completions have a fixed length
-    counts = collections.Counter()
-    options.questions = []
-    for problem in load_task("spec_bench", options.source).problems:
-        counts[problem.category] += 1
-        if counts[problem.category] <= int(options.of_each):
-            options.questions.append(problem)
+    problems = load_task("spec_bench", options.source).problems
+    options.questions = first_of_each(problems, int(options.of_each))
 
 
 def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A task is a function that reads its problems and a function that scores completi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -135,3 +136,14 @@ def compare_scores(
     return summarise(
         [{name: score[name] - other[name] for name in score} for score, other in pairs]
     )
+
+
+def first_of_each(problems: Sequence[Problem], most: int | None) -> list[Problem]:
+    """Returns the first problems of each category, at most ``most``; None: all."""
+    counts = collections.Counter()
+    kept = []
+    for problem in problems:
+        counts[problem.category] += 1
+        if most is None or counts[problem.category] <= most:
+            kept.append(problem)
+    return kept

@@ -33,7 +33,7 @@ from specsamp.decoding.drafters import (
 )
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import TreeShape
-from specsamp.evaluation.task import Problem
+from specsamp.evaluation.task import Problem, first_of_each
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
@@ -326,7 +326,6 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
 
 def test_problems_of_each_category_are_the_first_ones():
     problems = [Problem(id=str(n), category="abab"[n], prompt="x") for n in range(4)]
-    chosen = module("evaluate").first_of_each
-    assert [one.id for one in chosen(problems, 1)] == ["0", "1"] and chosen(
+    assert [one.id for one in first_of_each(problems, 1)] == ["0", "1"] and first_of_each(
         problems, None
     ) == problems

@@ -82,7 +82,8 @@ class InTurn(ChoosingDrafter):
 
 
 class EqualVotes(VotingDrafter):
-    learns = hopes = 0.0
+    update_weight = 0.0
+    recovery_weight = 0.0
 
 
 def of_several(kind, parts, lengths=(0, 1, K)):
