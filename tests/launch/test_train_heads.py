@@ -275,12 +275,13 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
     # There is nothing left to do, and nothing differs.
     train.run_training(again, tmp_path / "head", quiet())
 
-    done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
+    to = f"--output={tmp_path / 'exported'}"
+    done = call("export", f"--run={tmp_path / 'head'}", "--verifier=org/target", to)
     assert (done.returncode or 0) == 0, done.stderr
     pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
     drafts_as_it_was_trained(pair, tmp_path / "head", [{"role": "user", "content": "add 5 to x"}])
     told = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert told["speculators_config"]["verifier"]["name_or_path"] == "target"
+    assert told["speculators_config"]["verifier"]["name_or_path"] == "org/target"
 
     other = shutil.copytree(public_target, tmp_path / "other")
     export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
