@@ -14,7 +14,7 @@ from specsamp.decoding.drafters import ngram
 from specsamp.decoding.state import Prefix, Weights
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
-from support.drafters import of_target
+from support import drafters
 from support.extras import slow_but
 from support.fakes import (
     FALSE_ALARM,
@@ -138,7 +138,7 @@ def test_a_text_after_the_same_text_is_drafted_whole():
     "rule, log", slow_but([(TokenRule(), 0), (CoupledRule(), 16)], (TokenRule(), 0))
 )
 def test_texts_on_a_mesh_are_those_of_a_prompt_alone(rule, log):
-    pair, prompts = of_target(None)[0], [[1, 2], [3], [5, 6, 7], [3]] * 2
+    pair, prompts = drafters.alone(drafters.TARGET), [[1, 2], [3], [5, 6, 7], [3]] * 2
     drafter, alone = NgramDrafter(K, corpus=[list(range(24))] * 2), []
     for index in range(4):
         alone += generate(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from specsamp.decoding.drafters import (
     ModelDrafter,
     ModelTree,
     ModuleDrafter,
+    NgramDrafter,
+    NoDrafter,
     ParallelDrafter,
     TranslatingDrafter,
     VotingDrafter,
@@ -32,7 +35,7 @@ from support.heads import WIDTH, block, dflash2, dspark, eagle1, eagle3, medusa,
 from support.weights import drawn_params
 
 V, LAYERS, K = 24, 2, 3
-TREE = TreeShape.in_levels((0, 0, 1, 3))
+ERROR = 0.6  # of the parameters of a draft
 SHAPE = dict(width=WIDTH, num_heads=2, feedforward_width=16, positions="rotary")
 # N-grams and a window, so that a wrong token or slot anywhere in the cache is seen.
 MEMORY = dict(ngram_rows=32, window=12, global_layers=(1,))
@@ -47,31 +50,75 @@ def sharp(model):
     return jax.tree.map(lambda x: 2 * x if x.dtype == jnp.float32 else x, drawn_params(model))
 
 
-def of_model(drafter, draft=TARGET, lengths=(0, K), perfect=0):
-    """Returns a pair, a drafter, and draft lengths; the first ``perfect`` tokens are the
-    target's.
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of drafter.
+
+    Attributes:
+      pair: makes the pair of a target.
+      drafter: makes the drafter of a pair, which may be sharded.
+      lengths: draft lengths to choose from.
+      perfect: the first so many tokens of a draft are those of the target.
     """
-    pair = Pair(target=TARGET, target_params=sharp(TARGET), draft=draft, draft_params=sharp(draft))
-    return pair, drafter, lengths, perfect
+
+    pair: Callable
+    drafter: Callable
+    lengths: tuple[int, ...] = (0, K)
+    perfect: int = 0
+
+    def __call__(self, target=TARGET):
+        """Returns a pair, a drafter, draft lengths, and the number of perfect tokens."""
+        pair = self.pair(target)
+        return pair, self.drafter(pair), self.lengths, self.perfect
 
 
-def of_target(drafter, lengths=(0, K)):
-    return Pair(target=TARGET, target_params=sharp(TARGET)), drafter, lengths, 0
+def alone(target):
+    return Pair(target=target, target_params=sharp(target))
 
 
-def of_head(kind, head, lengths=(0, K), **options):
-    pair = Pair(target=TARGET, target_params=sharp(TARGET), head=head, draft_params=sharp(head))
-    return pair, kind(TARGET, head, **options), lengths, 0
+def twice(target):
+    """Returns a pair whose draft is the target."""
+    return dataclasses.replace(alone(target), draft=target, draft_params=sharp(target))
 
 
-def of_tokenizer():
+def with_errors(pair):
+    """Returns the pair with another draft, some of whose tokens are rejected."""
+    model = pair.head if pair.draft is None else pair.draft
+    if model is None:
+        return pair
+    params = jax.tree.map(
+        lambda x, y: x + ERROR * y if x.dtype.kind == "f" else x,
+        pair.draft_params,
+        drawn_params(model, 1),
+    )
+    return dataclasses.replace(pair, draft_params=params)
+
+
+def of_head(make, drafter, lengths=(0, K), **options):
+    """Returns the kind of a head that is made for a vocabulary."""
+
+    def pair(target):
+        head = make(target.config.vocab_size)
+        return dataclasses.replace(alone(target), head=head, draft_params=sharp(head))
+
+    return Kind(pair, lambda pair: drafter(pair.target, pair.head, **options), lengths)
+
+
+def vocabulary_of(size):
     """Every odd token is two ids of the draft, so that its text is longer than the target's."""
+    ids_V = [token if token % 2 == 0 else -1 for token in range(size)]
+    reading_VM = [
+        [token, -1] if token % 2 == 0 else [V + token % 5, token] for token in range(size)
+    ]
+    return SharedVocabulary(ids_V, reading_VM, 30, begin=(29,))
+
+
+def of_tokenizers(target):
     draft = TransformerLM(TransformerConfig(vocab_size=30, num_layers=1, **SHAPE))
-    ids_V = [token if token % 2 == 0 else -1 for token in range(V)]
-    reading_VM = [[token, -1] if token % 2 == 0 else [V + token % 5, token] for token in range(V)]
-    vocabulary = SharedVocabulary(ids_V, reading_VM, 30, begin=(29,))
-    pair, *rest = of_model(TranslatingDrafter(draft, vocabulary, K), draft)
-    return dataclasses.replace(pair, vocabulary=vocabulary), *rest
+    vocabulary = vocabulary_of(target.config.vocab_size)
+    return dataclasses.replace(
+        alone(target), draft=draft, draft_params=sharp(draft), vocabulary=vocabulary
+    )
 
 
 class InTurn(ChoosingDrafter):
@@ -86,50 +133,95 @@ class EqualVotes(VotingDrafter):
     recovery_weight = 0.0
 
 
-def of_several(kind, parts, lengths=(0, 1, K)):
-    """Returns a pair without a draft, and a drafter whose parts have parameters of their own."""
-    models = [getattr(part, "head", getattr(part, "model", None)) for part in parts]
-    params = tuple(model and sharp(model) for model in models)
-    pair = Pair(target=TARGET, target_params=sharp(TARGET), draft_params=params)
-    return pair, kind(parts), lengths, 0
+def with_params(parts):
+    """Returns a function that makes a pair without a draft, with parameters for each part of a
+    drafter.
+    """
+
+    def pair(target):
+        models = [
+            getattr(part, "head", getattr(part, "model", None)) for part in parts(alone(target))
+        ]
+        params = tuple(model and sharp(model) for model in models)
+        return dataclasses.replace(alone(target), draft_params=params)
+
+    return pair
+
+
+def small(target):
+    shape = TransformerConfig(vocab_size=target.config.vocab_size, num_layers=1, **SHAPE)
+    return TransformerLM(shape)
+
+
+def choices(pair):
+    head = EAGLE(pair.target.config.vocab_size)
+    return FeatureDrafter(pair.target, head, K), ModelDrafter(pair.target, K)
+
+
+def voters(pair):
+    exits = EarlyExitDrafter(pair.target, 1, K)
+    return parallel(pair), ModelDrafter(small(pair.target), K), exits
+
+
+def parallel(pair):
+    return ParallelDrafter(pair.target, K, mask_id=pair.target.vocab_size - 1)
+
+
+def two(pair):
+    return NgramDrafter(K), ModelDrafter(pair.draft, K)
+
+
+def corpus(size):
+    return [[*range(size), *range(0, size, 2)]]
 
 
 READS = dict(target_layers=LAYERS)
 LAST = dict(hidden_layers=(LAYERS,), **READS)
-EAGLE = eagle3(V, hidden_layers=(-1, 0, 1), **READS)
-DSPARK = dspark(V, confidence=None, hidden_layers=(0, 1), **READS)
+BLOCK = dict(hidden_layers=(0, 1), **READS)
+EAGLE = functools.partial(eagle3, hidden_layers=(-1, 0, 1), **READS)
+MEDUSA = functools.partial(medusa, num_heads=K, **LAST)
+DSPARK = functools.partial(dspark, confidence=None, **BLOCK)
 TREE = TreeShape((0, 0, 1, 1, 2, 3))
 SHAPED = dict(tree=TREE, lengths=(0, TREE.K))
 GROWTH = Growth(depth=3, expanded=2, children=2)
-SMALL = TransformerLM(TransformerConfig(vocab_size=V, num_layers=1, **SHAPE))
-PARALLEL = ParallelDrafter(TARGET, K, mask_id=V - 1)
-GROWN = ModelTree(TARGET, tree=GROWTH)
+ALL = (0, 1, K)
 DRAFTERS = {
-    "model": lambda: of_model(ModelDrafter(TARGET, K), lengths=(0, 1, K), perfect=K),
-    "parallel": lambda: of_model(PARALLEL, lengths=(0, 1, K), perfect=1),
-    "beam": lambda: of_model(BeamDrafter(TARGET, K, beams=3), lengths=(0, 1, K)),
-    "tokenizer": of_tokenizer,
-    "early exit": lambda: of_target(EarlyExitDrafter(TARGET, 1, K)),
-    "window": lambda: of_target(WindowDrafter(TARGET, K, window=5, sinks=2)),
-    "whole window": lambda: (*of_target(WindowDrafter(TARGET, K, window=200), (0, 1, K))[:3], K),
-    "choosing": lambda: of_several(
-        InTurn, (FeatureDrafter(TARGET, EAGLE, K), ModelDrafter(TARGET, K))
+    "model": Kind(twice, lambda pair: ModelDrafter(pair.draft, K), ALL, K),
+    "parallel": Kind(twice, parallel, ALL, 1),
+    "beam": Kind(twice, lambda pair: BeamDrafter(pair.draft, K, beams=3), ALL),
+    "tokenizer": Kind(
+        of_tokenizers, lambda pair: TranslatingDrafter(pair.draft, pair.vocabulary, K)
     ),
-    "voting": lambda: of_several(
-        EqualVotes, (PARALLEL, ModelDrafter(SMALL, K), EarlyExitDrafter(TARGET, 1, K))
+    "early exit": Kind(alone, lambda pair: EarlyExitDrafter(pair.target, 1, K)),
+    "window": Kind(alone, lambda pair: WindowDrafter(pair.target, K, window=5, sinks=2)),
+    "whole window": Kind(alone, lambda pair: WindowDrafter(pair.target, K, window=200), ALL, K),
+    "choosing": Kind(with_params(choices), lambda pair: InTurn(choices(pair)), ALL),
+    "voting": Kind(with_params(voters), lambda pair: EqualVotes(voters(pair)), ALL),
+    "EAGLE-1": of_head(functools.partial(eagle1, **LAST), FeatureDrafter, K=K),
+    "EAGLE-3": of_head(EAGLE, FeatureDrafter, K=K),
+    "MTP": of_head(functools.partial(mtp, **LAST), FeatureDrafter, K=K),
+    "Medusa": of_head(MEDUSA, FeatureDrafter, K=K),
+    "modules": of_head(functools.partial(mtp, num_modules=K, **LAST), ModuleDrafter, K=K),
+    "DFlash": of_head(functools.partial(block, **BLOCK), BlockDrafter, K=K),
+    "DFlash 2": of_head(functools.partial(dflash2, **BLOCK), BlockDrafter, K=K),
+    "DSpark": of_head(DSPARK, BlockDrafter, K=K),
+    "model tree": Kind(twice, lambda pair: ModelTree(pair.draft, tree=TREE), (0, TREE.K), K),
+    "grown tree": Kind(twice, lambda pair: ModelTree(pair.draft, tree=GROWTH), (0, GROWTH.K), K),
+    "early exit tree": Kind(
+        alone, lambda pair: EarlyExitTree(pair.target, 1, tree=TREE), (0, TREE.K)
     ),
-    "EAGLE-1": lambda: of_head(FeatureDrafter, eagle1(V, **LAST), K=K),
-    "EAGLE-3": lambda: of_head(FeatureDrafter, EAGLE, K=K),
-    "MTP": lambda: of_head(FeatureDrafter, mtp(V, **LAST), K=K),
-    "Medusa": lambda: of_head(FeatureDrafter, medusa(V, K, **LAST), K=K),
-    "modules": lambda: of_head(ModuleDrafter, mtp(V, num_modules=K, **LAST), K=K),
-    "DFlash": lambda: of_head(BlockDrafter, block(V, hidden_layers=(0, 1), **READS), K=K),
-    "DFlash 2": lambda: of_head(BlockDrafter, dflash2(V, hidden_layers=(0, 1), **READS), K=K),
-    "DSpark": lambda: of_head(BlockDrafter, DSPARK, K=K),
-    "model tree": lambda: of_model(ModelTree(TARGET, tree=TREE), lengths=(0, TREE.K), perfect=K),
-    "grown tree": lambda: of_model(GROWN, lengths=(0, GROWTH.K), perfect=K),
-    "early exit tree": lambda: of_target(EarlyExitTree(TARGET, 1, tree=TREE), (0, TREE.K)),
-    "EAGLE-3 tree": lambda: of_head(FeatureTree, EAGLE, **SHAPED),
-    "Medusa tree": lambda: of_head(FeatureTree, medusa(V, K, **LAST), **SHAPED),
-    "block tree": lambda: of_head(BlockTree, DSPARK, **SHAPED),
+    "EAGLE-3 tree": of_head(EAGLE, FeatureTree, **SHAPED),
+    "Medusa tree": of_head(MEDUSA, FeatureTree, **SHAPED),
+    "block tree": of_head(DSPARK, BlockTree, **SHAPED),
+}
+# Without a model of their own, or with parts that share the pair's draft.
+OTHERS = {
+    "none": Kind(alone, lambda pair: NoDrafter()),
+    "prompt lookup": Kind(alone, lambda pair: NgramDrafter(K)),
+    "corpus": Kind(alone, lambda pair: NgramDrafter(K, corpus=corpus(pair.target.vocab_size))),
+    "logs": Kind(alone, lambda pair: NgramDrafter(K, log=32)),
+    "votes": Kind(
+        twice, lambda pair: VotingDrafter((*two(pair), EarlyExitDrafter(pair.target, 1, K)))
+    ),
+    "choices": Kind(twice, lambda pair: ChoosingDrafter(two(pair)), ALL),
 }

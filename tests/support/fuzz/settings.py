@@ -5,30 +5,21 @@ a rule.
 import dataclasses
 import functools
 
-import jax
-
 from specsamp import (
     Adaptive,
-    ChoosingDrafter,
     CoupledRule,
-    EarlyExitDrafter,
     ModelDrafter,
-    NgramDrafter,
-    NoDrafter,
     RecursiveRule,
     TokenRule,
     TransformerConfig,
     TransformerLM,
-    VotingDrafter,
 )
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from support.byte_tokenizer import ByteTokenizer
-from support.drafters import DRAFTERS, TARGET, K, of_model, of_target, sharp
-from support.weights import drawn_params
+from support.drafters import ALL, DRAFTERS, OTHERS, TARGET, K, Kind, sharp, with_errors
 
-ERROR = 0.6  # of the draft's parameters: some of its tokens are rejected
 BYTES = TransformerLM(
     TransformerConfig(
         vocab_size=257, width=8, num_layers=1, num_heads=2, feedforward_width=16, positions="rotary"
@@ -49,28 +40,19 @@ class Latin1(ByteTokenizer):
         return None if token == self.eos_id else chr(token).encode()
 
 
-def of_bytes():
+def of_bytes(_):
     """Returns a pair that writes texts."""
-    pair = Pair(
+    return Pair(
         target=BYTES,
         target_params=sharp(BYTES),
         draft=BYTES,
         draft_params=sharp(BYTES),
         tokenizer=Latin1(),
     )
-    return pair, ModelDrafter(BYTES, K), (0, 1, K), K
 
 
-TWO = NgramDrafter(K), ModelDrafter(TARGET, K)
-KINDS = DRAFTERS | {
-    "votes": lambda: of_model(VotingDrafter((*TWO, EarlyExitDrafter(TARGET, 1, K)))),
-    "choices": lambda: of_model(ChoosingDrafter(TWO), lengths=(0, 1, K)),
-    "none": lambda: of_target(NoDrafter()),
-    "prompt lookup": lambda: of_target(NgramDrafter(K)),
-    "corpus": lambda: of_target(NgramDrafter(K, corpus=[[*range(24), *range(0, 24, 2)]])),
-    "logs": lambda: of_target(NgramDrafter(K, log=32)),
-    "bytes": of_bytes,
-}
+WRITES = Kind(of_bytes, lambda pair: ModelDrafter(pair.draft, K), ALL, K)
+KINDS = DRAFTERS | OTHERS | {"bytes": WRITES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,29 +99,21 @@ class Setting:
     @functools.cached_property
     def pair(self):
         """Returns the pair on one device, whose draft errs."""
-        pair, *_ = KINDS[self.kind]()
-        if pair.draft_params is None:
-            return pair
-        model = pair.head if pair.draft is None else pair.draft
-        noise = drawn_params(model, 1)
-        params = jax.tree.map(
-            lambda x, y: x + ERROR * y if x.dtype.kind == "f" else x, pair.draft_params, noise
-        )
-        return dataclasses.replace(pair, draft_params=params)
+        return with_errors(KINDS[self.kind].pair(TARGET))
 
     @property
     def drafter(self):
         """Returns the drafter on one device."""
-        return KINDS[self.kind]()[1]
+        return KINDS[self.kind].drafter(self.pair)
 
     @functools.cached_property
     def decoding(self):
         """Returns the pair of the entry point, and the keywords of its method."""
-        _, _, lengths, _ = KINDS[self.kind]()
-        pair, drafter = self.pair, self.drafter
+        kind, pair = KINDS[self.kind], self.pair
+        lengths = kind.lengths
         if self.shards > 1:
             pair = shard(pair, make_mesh(data=self.shards, model=1))
-            drafter = dataclasses.replace(drafter, model=pair.draft)
+        drafter = kind.drafter(pair)
         options = dict(drafter=drafter, rule=self.rule)
         if self.adapts:
             costs = tuple(1 + 0.1 * length for length in lengths)

@@ -1,0 +1,114 @@
+"""Every two values of drafter, rule, warp, warp of the draft, cache, prompts, draft lengths, stop,
+entry point and mesh are in a case whose texts have the target's joint distribution.
+
+A case whose texts differ from enumeration fails once in 100,000 runs by chance. Kernels are not
+among the values: as programs they equal their plain forms (models/test_kernels.py).
+"""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.sampling.penalties import Bias, Penalties
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule
+from support import pairs
+from support.fakes import FALSE_ALARM
+
+pytestmark = pytest.mark.slow
+PARTS = 37
+SAMPLES = 4000
+
+
+def smallest_p_value(case):
+    """Returns the p-value of the worst prompt, corrected for their number."""
+    texts_BST = np.concatenate([case.texts(SAMPLES // 2, seed) for seed in range(2)], axis=1)
+    found = zip(texts_BST, case.expected(), strict=True)
+    values = [pairs.p_value(texts_ST, distribution) for texts_ST, distribution in found]
+    return min(values) * len(values)
+
+
+def test_every_pair_is_covered_or_refused(capsys):
+    cases, refused = pairs.covering(), pairs.refused()
+    covered = set().union(*(case.pairs for case in cases))
+    wanted = set(pairs.all_pairs()) - refused.keys()
+    with capsys.disabled():
+        print(f"\n{len(covered & wanted)} of {len(wanted)} pairs in {len(cases)} cases")
+    assert wanted <= covered
+    assert len(cases) < 120
+
+
+def test_refused_pairs_are_those_of_chains_and_trees():
+    """A pair that is refused has a reason, and no further pair becomes refused."""
+    trees = [*pairs.TREES, "three siblings"]
+    expected = {(chain, rule) for chain in pairs.CHAINS for rule in pairs.OF_TREES}
+    expected -= {("none", rule) for rule in pairs.OF_TREES}
+    expected |= {(tree, rule) for tree in trees for rule in ("token", "block")}
+    expected |= {(name, "stopped") for name in (*trees, *pairs.OF_TREES, "none")}
+    expected |= {("none", "adaptive")}
+    found = {(one[1], other[1]): reason for (one, other), reason in pairs.refused().items()}
+    assert set(found) == expected
+    assert all(reason.count(": ") or ";" in reason for reason in found.values())
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_texts_have_the_distribution_of_the_target(part):
+    for case in pairs.covering()[part::PARTS]:
+        assert smallest_p_value(case) > FALSE_ALARM, str(case)
+
+
+DRAWN = ("model", "parallel", "early exit", "window", "EAGLE-3", "modules", "DSpark", "tokenizer")
+
+
+def is_drafted(case):
+    return case.drafter in DRAWN and case.lengths == "fixed"
+
+
+MISTAKES = {
+    # The target's distribution instead of the rest that the draft leaves of it.
+    "no residual": (
+        lambda case: case.rule == "token" and is_drafted(case),
+        (TokenRule, "residual", lambda self, draft, target, n: jnp.exp(target_at(target, n))),
+    ),
+    "tokens that are accepted one by one": (
+        lambda case: case.rule == "block" and case.draft != "greedy" and case.drafter in DRAWN,
+        (BlockRule, "acceptance", TokenRule.acceptance),
+    ),
+    "penalties of the prompt alone": (
+        lambda case: case.warp == "penalties",
+        (Penalties, "advance", lambda self, state, tokens_B: state),
+    ),
+    "a minimum that counts no tokens": (
+        lambda case: case.warp == "min_tokens",
+        (Bias, "advance", lambda self, state, tokens_B: state),
+    ),
+    "siblings judged as if drawn independently": (
+        lambda case: (
+            case.rule == "recursive"
+            and case.drafter in ("model tree", "three siblings")
+            and case.draft != "greedy"
+        ),
+        (RecursiveRule, "judge", KSeqRule.judge),
+    ),
+}
+
+
+def target_at(target_log_probs, num_accepted_B):
+    return jnp.take_along_axis(target_log_probs, num_accepted_B[:, None, None], axis=1)[:, 0]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(mistake, monkeypatch):
+    """In a case that is drawn among those that call the mistaken function."""
+    applies, (place, name, wrong) = MISTAKES[mistake]
+    case = random.Random(1).choice([case for case in pairs.covering() if applies(case)])
+    case.expected()
+    jax.clear_caches()
+    monkeypatch.setattr(place, name, wrong)
+    try:
+        assert smallest_p_value(case) < FALSE_ALARM, str(case)
+    finally:
+        jax.clear_caches()  # of mistaken programs
