@@ -1,6 +1,4 @@
-"""The quick tests together take at most twenty minutes on two cores, by the record of their
-durations.
-"""
+"""By the record of durations, the quick tests take at most 24 minutes of one core."""
 
 import pytest
 
@@ -10,7 +8,7 @@ UNRECORDED_SECONDS = 10  # a new test waits for the next record: it counts more 
 MOST_UNRECORDED = 80
 
 
-def test_quick_tests_keep_to_twenty_minutes(request):
+def test_quick_tests_keep_to_their_minutes(request):
     """Looks at the quick tests that this run collected."""
     if request.config.getoption("record_durations"):
         pytest.skip("durations are being recorded")

@@ -161,6 +161,7 @@ def other_draft(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft, mesh):
     said, over = [], {} if mesh is None else dict(draft_model_parallelism=2)

@@ -43,6 +43,7 @@ ROWS = MAX_UNROLLED_ROWS + 3
 PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i in range(ROWS)]
 
 
+@pytest.mark.slow
 def test_layouts_and_rows_agree(pairs):
     """Compares ragged rows, more than are unrolled, in both weight orders, with one of
     them alone.

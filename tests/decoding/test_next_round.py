@@ -178,9 +178,7 @@ def decode_session(rows):
     assert rows.tokens_copied > 60
 
 
-@pytest.mark.parametrize(
-    "kind", slow_but(DRAFTERS, "model", "voting", "modules", "DSpark", "EAGLE-3 tree")
-)
+@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "model", "voting", "EAGLE-3 tree"))
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
     other sizes.

@@ -150,7 +150,7 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "recursive", "EAGLE-3", "block, conditional"))
+@pytest.mark.parametrize("case", slow_but(CASES, "recursive"))
 def test_texts_have_the_distribution_of_the_target(case):
     loop, draft, sampling, options = CASES[case]
     options = dict(length=3, samples=FEWER, powered=False, prompts=PROMPT) | options
@@ -334,7 +334,7 @@ OF_CHAINS = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but(OF_CHAINS, "EAGLE-3 tree", "block tree"))
+@pytest.mark.parametrize("kind", slow_but(OF_CHAINS, "EAGLE-3 tree"))
 def test_each_path_of_a_tree_is_drafted_as_a_chain(kind):
     """Also with penalties, which count the tokens of the path."""
     assert largest_error(kind, OF_CHAINS[kind]) < 1e-4

@@ -45,7 +45,8 @@ def test_text_is_that_of_plain_decoding(name):
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "n-grams"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_window_over_the_whole_text_drafts_what_the_target_writes(name):
     made = drafted(name, lambda target: WindowDrafter(target, K, 35, 4))
     assert tokens(made) == plain(name)

@@ -190,6 +190,7 @@ def test_the_distribution_of_a_broken_rule_or_drafter(changes):
     assert "times, not" in check.sentence
 
 
+@pytest.mark.slow
 def test_a_hole_in_the_cache_of_the_draft():
     """It costs acceptance, and nothing else."""
     audited = table_subject(drafter=mutants.HoleInTheCache(TableLM(V), K))
@@ -199,6 +200,7 @@ def test_a_hole_in_the_cache_of_the_draft():
     assert audit(audited, settings).summary == "1 of 2 checks failed: acceptance"
 
 
+@pytest.mark.slow
 def test_a_length_of_a_neighbour(with_loop):
     with_loop(mutants.ScoresWithANeighboursLength)
     assert failed(streams.neighbours(table_subject(), RARE))

@@ -23,6 +23,7 @@ TINY += [
 ]
 
 
+@pytest.mark.slow
 def test_a_sound_pair(tmp_path):
     output = tmp_path / "audit.json"
     done = call("audit", "--plain", *TINY, f"--output={output}")

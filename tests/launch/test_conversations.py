@@ -64,6 +64,7 @@ def measured(target, chats, tmp_path, test, name="result"):
     return call("study", "conversations", *flags), output
 
 
+@pytest.mark.slow
 def test_conversations_are_written_counted_and_read_for_training(target, chats, tmp_path):
     done, output = measured(target, chats, tmp_path, "one two three four five six")
     assert (done.returncode or 0) == 0, done.stderr

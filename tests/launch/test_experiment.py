@@ -41,7 +41,6 @@ from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
-from support.extras import slow_but
 from support.run_script import call, module
 
 TINY = "configs/random_pair.py:tiny"
@@ -203,7 +202,8 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("drafter, flags", slow_but(ALONE, ALONE[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter, flags", ALONE)
 def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_path):
     output = tmp_path / "result.json"
     flags += (
@@ -246,6 +246,7 @@ def head(tmp_path_factory):
     return write_random_head(tmp_path_factory.mktemp("public") / "head", "org/head")
 
 
+@pytest.mark.slow
 def test_a_head_is_checked(folder, head, tmp_path):
     """By a command; what cannot be checked is refused."""
     (tmp_path / "prompts.txt").write_text("some text\nother text\n")

@@ -94,6 +94,7 @@ def test_several_devices_are_told_a_number(config, monkeypatch, fields, processe
         choose(config.turned(fields), monkeypatch)
 
 
+@pytest.mark.slow
 def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypatch):
     found, _, said = choose(config, monkeypatch, model=(FREE, 0.0), ngram=(FREE, 0.0))
     assert (found.drafter, found.draft_length) == ("model", 7), (

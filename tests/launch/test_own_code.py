@@ -47,6 +47,7 @@ def config(**fields):
     return ExperimentConfig.from_config_dict(made)
 
 
+@pytest.mark.slow
 def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path):
     output = tmp_path / "result.json"
     flags = (

@@ -84,6 +84,7 @@ def test_processes_decode_save_and_read_like_one(count, tmp_path):
     assert len(list(tmp_path.glob("read*"))) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario, survivor, message",
     [

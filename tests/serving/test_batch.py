@@ -168,7 +168,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
         assert texts.batch.outgrown == 1
 
 
-@pytest.mark.parametrize("kind", slow_but([*PAIRS], "model", "modules"))
+@pytest.mark.parametrize("kind", slow_but([*PAIRS], "model"))
 def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
     """Copies rows of texts that have ended or run; how many depends on which requests meet, at
     least that of the first text.

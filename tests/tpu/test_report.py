@@ -98,6 +98,7 @@ def test_nothing_is_copied_and_nothing_leaves_the_device():
         assert program.memory.total < program.memory.capacity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["target step", "score"])
 def test_a_layer_moves_its_floor_and_two_all_reduces(name):
     few, many = report(1, names=CALLS)[name], report(2)[name]

@@ -24,7 +24,6 @@ from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block_heads import TrainBlock, pace_weights
 from specsamp.training.data import Windows
 from specsamp.training.trainer import Intervals, TrainConfig, train
-from support.extras import slow_but
 from support.training import metrics
 from support.weights import drawn_params
 
@@ -68,7 +67,8 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
     return head(weights, embedded, at_B[:, None], at_B[:, None], caches)[0][0]
 
 
-@pytest.mark.parametrize("head", slow_but([DFLASH, DSPARK], DSPARK))
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [DFLASH, DSPARK])
 def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
     """And is compared with the target's prediction of the same tokens."""
     task = TrainBlock(head=head, target=TARGET, test_steps=head.config.max_tokens, anchors=ANCHORS)
@@ -143,7 +143,8 @@ def test_the_weights_are_those_of_d_pace():
     assert_allclose(found, [2.927187, 1.977187, 1.122187, 0.480938], rtol=2e-6)
 
 
-@pytest.mark.parametrize("pace", [None, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", [None, 0.3])
 def test_the_loss_is_that_of_dspark(target_params, pace):
     """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and
     gradient.

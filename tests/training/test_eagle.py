@@ -123,6 +123,7 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
         assert_allclose(logits, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_modules_see_what_decoding_would_see(target_params):
     """Each a position further, with a cache of its own; rows behind are never seen."""
     head, row = MTPConfig(**SHAPE, hidden_layers=(LAYERS,), num_modules=STEPS).head(), 6
@@ -181,6 +182,7 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
     assert_allclose(loss, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_logits_in_chunks_give_the_same_gradient(target_params):
     """Of a reduced vocabulary, and whatever is made again for the gradient."""
     params = {

@@ -71,6 +71,7 @@ def changing():
     return learn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [pytest.param(None, marks=pytest.mark.slow), CoupledRule()])
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(rule):
     options = dict(rule=rule, sampling=SAMPLING) if rule else dict(sampling=None)
@@ -83,6 +84,7 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(rule):
     assert many(None, PROMPTS[:1], **options)[0].row_independent
 
 
+@pytest.mark.slow
 def test_texts_no_longer_repeat_by_their_seed():
     """The control of the test above: with the token rule, a text is another one after the draft has
     changed.
@@ -178,6 +180,7 @@ def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
     assert again.known == len(written) - 1 and len(list(again)) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_a_former_draft_has_read_is_not_handed_on():
     copied = []
     for learns in (None, lambda tokens: PAIR.draft_params):

@@ -36,7 +36,6 @@ from specsamp.training.rollouts import (
 )
 from specsamp.training.trainer import Intervals, TrainConfig
 from specsamp.training.training_task import TrainModel
-from support.extras import slow_but
 from support.fakes import COMPILED
 from support.weights import drawn_params
 
@@ -122,7 +121,8 @@ def gap(params, texts, warp=temperature(0.7)):
     )
 
 
-@pytest.mark.parametrize("rule", slow_but([TokenRule(), BlockRule()], BlockRule()))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
 def test_log_probabilities_are_those_of_the_sampling_distribution(rule):
     rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2, rule=rule)
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
@@ -261,6 +261,7 @@ def test_ratios_are_clipped_where_the_update_went_far_enough(advantage, ratio, f
     assert (max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 0) == flows
 
 
+@pytest.mark.slow
 def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
     config = dataclasses.replace(CONFIG, policy=optimizer(steps=30))
     programs = []
@@ -378,6 +379,7 @@ def distil(pair, task=TrainModel(lm(8), PAIR.target), **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1"])
 def test_a_reward_that_is_no_number_is_named_with_its_prompt(tmp_path, value):
     with pytest.raises(ValueError, match=rf"the reward of prompt \d, sample 0.*{value}"):

@@ -16,7 +16,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.together import DRAFT, TARGET, TrainTogether
 from specsamp.training.training_task import TrainModel
-from support.extras import slow_but
 from training.test_eagle import KEY, LENGTH, MODULE, REDUCED, STEPS, TOKENS, V
 from training.test_eagle import TARGET as MODEL
 
@@ -36,9 +35,10 @@ def of_draft(drafting, draft, target):
     )(draft, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafting, pull",
-    slow_but([(DISTILLED, 0.4), (DISTILLED, 0.0), (MTP, 0.4), (MTP, 0.0)], (DISTILLED, 0.4)),
+    [(DISTILLED, 0.4), (DISTILLED, 0.0), (MTP, 0.4), (MTP, 0.0)],
 )
 def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pull):
     task = TrainTogether(drafting=drafting, weight=0.7, pull=pull)
