@@ -24,7 +24,6 @@ from specsamp import (
 from specsamp.decoding.drafters.collective import vote
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rng import Purpose
-from support.extras import slow_but
 from support.fakes import (
     FALSE_ALARM,
     LayeredTableLM,
@@ -39,7 +38,6 @@ from support.loop_distributions import (
     FAR,
     FULL,
     NEAR,
-    NUCLEUS,
     RESTLESS,
     TARGET,
     V,
@@ -93,16 +91,11 @@ EXIT_LOOP = dataclasses.replace(
 TABLES, LOOKUP = (FAR, NEAR, None), (None, NEAR)
 CASES = {
     "choosing, token": (table_loop(TokenRule(), MODELS), TABLES, FULL, dict(adaptive=RESTLESS)),
-    "choosing, block": (table_loop(BlockRule(), LOOKUP_OR_MODEL), LOOKUP, NUCLEUS, {}),
-    "choosing, coupled": (table_loop(CoupledRule(), LOOKUP_OR_MODEL), LOOKUP, FULL, {}),
-    "early exit": (EXIT_LOOP, (None,) * 2, FULL, dict(target=jnp.stack([FAR, TARGET - FAR]))),
-    "voting, token": (table_loop(TokenRule(), VOTES), TABLES, FULL, {}),
     "voting, block": (table_loop(BlockRule(), VOTES), TABLES, FULL, dict(adaptive=RESTLESS)),
-    "voting, coupled": (table_loop(CoupledRule(), VOTES), TABLES, FULL, {}),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "choosing, token", "voting, block"))
+@pytest.mark.parametrize("case", CASES)
 def test_texts_have_the_distribution_of_the_target(case):
     loop, weights, sampling, options = CASES[case]
     assert distribution_test(loop, weights, sampling, **FEW, **options) > FALSE_ALARM

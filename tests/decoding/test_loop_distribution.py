@@ -1,25 +1,21 @@
 """The joint distribution of what the whole loop emits, over several rounds and ragged rows, against
 enumeration.
 
-Every rule and every drafter is here once; that a rule is exact for all drafts is enumerated in
-sampling/test_rules.py. Three tokens after drafts of two are several rounds as well, and take half
-the time of four after three.
+Every rule, drafter, warp and length is in test_pairs.py; that a rule is exact for all drafts is
+enumerated in sampling/test_rules.py. Three tokens after drafts of two are several rounds as well,
+and take half the time of four after three.
 """
-
-import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.sampling.coupled import CoupledRule
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k
 from support.extras import slow_but
 from support.fakes import (
     FALSE_ALARM,
-    LayeredTableLM,
     TableLM,
     decode,
     joint_distribution,
@@ -30,12 +26,8 @@ from support.fakes import (
 from support.loop_distributions import (
     FAR,
     FULL,
-    LIKELY,
     NEAR,
-    NUCLEUS,
     PROMPTS,
-    RESTLESS,
-    STOPPED,
     TARGET,
     V,
     cut_at_stop,
@@ -47,51 +39,14 @@ def model(K, window=1):
     return ModelDrafter(TableLM(V), K, window)
 
 
-EXITS = LayeredTableLM(V)
-EXIT_LAYERS = jnp.stack([FAR, TARGET - FAR])
-EXIT_LOOP = dataclasses.replace(
-    table_loop(BlockRule(), EarlyExitDrafter(EXITS, 1, 2, 2), window=2), target=EXITS
-)
+# Other drafters, rules, warps and lengths: test_pairs.py.
 CASES = {
-    "draft model": (
-        table_loop(TokenRule(), model(4)),
-        FAR,
-        chain(temperature(1.5), top_k(2)),
-        dict(length=4),
-    ),
-    "no draft": (table_loop(TokenRule(), NoDrafter()), None, NUCLEUS, {}),
-    # With drafts: test_pathwise.py.
-    "coupled, no draft": (table_loop(CoupledRule(), NoDrafter()), None, LIKELY, {}),
-    "drafts that stop": (
-        table_loop(TokenRule(), model(STOPPED.K)),
-        NEAR,
-        FULL,
-        dict(adaptive=STOPPED),
-    ),
-    "lengths that adapt": (
-        table_loop(BlockRule(), model(RESTLESS.K)),
-        NEAR,
-        FULL,
-        dict(adaptive=RESTLESS),
-    ),
+    "draft model": (model(4), TokenRule(), FAR, chain(temperature(1.5), top_k(2)), dict(length=4)),
     # Some rows find nothing.
-    "prompt lookup": (table_loop(BlockRule(), NgramDrafter(2)), None, FULL, {}),
-    # A window of one is in test_mutants.py.
-    "early exit": (EXIT_LOOP, None, FULL, dict(target=EXIT_LAYERS)),
-    "a warp of the draft": (
-        table_loop(BlockRule(), model(2)),
-        FAR,
-        NUCLEUS,
-        dict(draft_sampling=chain(temperature(0.5), top_k(2))),
-    ),
-    "known tokens that are fed again": (
-        table_loop(TokenRule(), model(1, window=3), window=4),
-        NEAR,
-        FULL,
-        {},
-    ),
+    "prompt lookup": (NgramDrafter(2), BlockRule(), None, FULL, {}),
     "five tokens": (
-        table_loop(BlockRule(), model(3)),
+        model(3),
+        BlockRule(),
         NEAR,
         chain(temperature(2.0)),
         dict(length=5, prompts=[[1, 2]]),
@@ -99,13 +54,16 @@ CASES = {
 }
 
 
-QUICK = ("draft model", "prompt lookup")
-
-
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+@pytest.mark.parametrize("case", slow_but(CASES, "draft model", "prompt lookup"))
 def test_texts_have_the_distribution_of_the_target(case):
-    loop, draft, sampling, options = CASES[case]
+    drafter, rule, draft, sampling, options = CASES[case]
+    loop = table_loop(rule, drafter)
     assert distribution_test(loop, draft, sampling, **(dict(length=3) | options)) > FALSE_ALARM
+
+
+def test_known_tokens_that_are_fed_again_change_no_distribution():
+    loop = table_loop(TokenRule(), model(1, window=3), window=4)
+    assert distribution_test(loop, NEAR, FULL, length=3) > FALSE_ALARM
 
 
 def test_rows_with_parameters_of_their_own():

@@ -11,11 +11,11 @@ from specsamp.decoding.drafters import ModuleDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import write_tokens
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rejection import TokenRule
 from support.extras import slow_but
-from support.fakes import FALSE_ALARM, prefill
+from support.fakes import prefill
 from support.heads import LayeredTable, mtp
-from support.loop_distributions import FULL, NUCLEUS, RESTLESS, TARGET, V, distribution_test
+from support.loop_distributions import FULL, TARGET, V
 from support.weights import drawn_params
 
 D = 3
@@ -108,22 +108,3 @@ def test_prompts_read_in_chunks(at_once, chunk):
         starts_B = ends_B
     assert error(loop, state) < 1e-5
     assert error(loop, loop.run(WEIGHTS, state, 3)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "rule, sampling, options",
-    slow_but(
-        [
-            (BlockRule(), FULL, {}),
-            (TokenRule(), NUCLEUS, {"K": 2}),
-            (TokenRule(), FULL, {"K": 2, "adaptive": RESTLESS}),
-        ]
-    ),
-    ids=["block", "nucleus", "adaptive"],
-)
-def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
-    loop = dataclasses.replace(module_loop(options.pop("K", D)), rule=rule)
-    found = distribution_test(
-        loop, WEIGHTS.draft, sampling, length=3, samples=30_000, powered=False, **options
-    )
-    assert found > FALSE_ALARM
