@@ -37,9 +37,7 @@ class Request:
       draft_length: the largest number of drafted tokens per round that may be verified; None: all.
       stops: tokens and strings that end the sequence.
       tokenizer: decodes the tokens; None: the result has no text.
-      rounds: rounds so far, updated between two runs of the loop.
       shown: number of tokens that the caller has received.
-      answer: the answer of a service that this sequence belongs to (`specsamp.serving.service`).
     """
 
     prompt: tuple[int, ...]
@@ -53,9 +51,7 @@ class Request:
     draft_length: int | None = None
     stops: Stops = Stops()
     tokenizer: Tokenizer | None = None
-    rounds: int = 0
     shown: int = 0
-    answer: Any = None
 
     @property
     def limit(self) -> int:

@@ -80,9 +80,7 @@ class Answer:
 
     def copy(self) -> Answer:
         """Returns the answer for another process, which does not have the caller."""
-        requests = [
-            dataclasses.replace(request, answer=None, tokenizer=None) for request in self.requests
-        ]
+        requests = [dataclasses.replace(request, tokenizer=None) for request in self.requests]
         return dataclasses.replace(self, requests=requests, deliver=_ignore)
 
 

@@ -128,15 +128,15 @@ class Endpoint:
         batch = self.service.batch
         gauges = {
             "rows": ("Rows at most.", batch.usage.rows),
-            "rows_busy": ("Rows that decode a text.", batch.busy),
+            "rows_busy": ("Rows that decode a text.", len(batch.table.decoding)),
             "texts_waiting": (
                 "Texts that wait for a row, or are being read.",
-                self.service.unfinished - batch.busy,
+                self.service.unfinished - len(batch.table.decoding),
             ),
-            "slots": ("Slots of each row now.", batch.size.slots),
+            "slots": ("Slots of each row now.", batch.table.size.slots),
             "prompt_tokens_copied": (
                 "Tokens of prompts that a row held already.",
-                batch.tokens_copied,
+                batch.prefill.tokens_copied,
             ),
         }
         return Response(
@@ -146,7 +146,11 @@ class Endpoint:
     async def health(self, request: Request) -> Response:
         """Replies with the counts of busy rows since the start."""
         batch, unfinished = self.service.batch, self.service.unfinished
-        rows = {"rows": batch.usage.rows, "busy_rows": batch.busy, "unfinished_texts": unfinished}
+        rows = {
+            "rows": batch.usage.rows,
+            "busy_rows": len(batch.table.decoding),
+            "unfinished_texts": unfinished,
+        }
         counts = {
             "slices": batch.usage.slices,
             "rounds": batch.usage.rounds,

@@ -18,10 +18,11 @@ from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Completion, RowText
-from specsamp.decoding.state import Finish
+from specsamp.decoding.state import DecodeState, Finish
 from specsamp.serving.batch import Batch
 from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.learner import Learner, check_learner
+from specsamp.serving.scheduler import Entry
 
 DEFAULT_ROWS = 8
 # Prompts of a data shard that are read in one call, if as many rows are free.
@@ -115,8 +116,8 @@ class Queue(Iterator[Completion]):
         self._engine, self.batch, self._log, self.usage = engine, batch, log, batch.usage
         known = {} if log is None else dict(log.completions)
         self.known = len(known)
-        batch.waiting += [
-            one for one in requests if (one.prompt_index, one.sample_index) not in known
+        batch.scheduler.waiting += [
+            Entry(one) for one in requests if (one.prompt_index, one.sample_index) not in known
         ]
         self._completions = self._decode(list(known.values()))
 
@@ -125,7 +126,7 @@ class Queue(Iterator[Completion]):
 
     def compile(self) -> None:
         """Compiles all programs for the waiting prompts, so that decoding can be timed."""
-        if self.batch.waiting:
+        if self.batch.scheduler.waiting:
             self.batch.compile()
 
     def close(self) -> None:
@@ -137,6 +138,9 @@ class Queue(Iterator[Completion]):
         self.batch.free()
         if self._log is not None:
             self._log.close()
+
+    def _text(self, state: DecodeState, row: int, entry: Entry) -> RowText:
+        return self._engine.text(state, row, entry.request)
 
     def _completion(self, request: Request, text: RowText) -> Completion:
         """Returns the result of a text that has ended."""
@@ -154,9 +158,9 @@ class Queue(Iterator[Completion]):
             yield from ended
             ended = []
             while True:
-                if batch.waiting:
+                if batch.scheduler.waiting:
                     batch.fill()
-                is_running = any(batch.running)
+                is_running = any(batch.table.entries)
                 if is_running:
                     batch.run()
                 for completion in ended if self._log is not None else ():  # the device is at work
@@ -167,9 +171,10 @@ class Queue(Iterator[Completion]):
                 ended, read = [], []
                 if not is_running:
                     return
-                for request, text in batch.collect(self._engine.text):
+                for entry, text in batch.collect(self._text):
                     if text.finish != Finish.RUNNING:
-                        ended.append(self._completion(request, text))
-                        read += [] if self._learner is None else [(*request.prompt, *text.tokens)]
+                        ended.append(self._completion(entry.request, text))
+                        if self._learner is not None:
+                            read.append((*entry.request.prompt, *text.tokens))
         finally:
             self._free()

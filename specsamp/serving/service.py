@@ -16,7 +16,6 @@ may have occurred in one process alone ends the service.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import secrets
@@ -38,7 +37,6 @@ from specsamp.decoding.method import EXAMPLE, Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import (
     Prompt,
-    Request,
     encode,
     make_requests,
     make_stops,
@@ -53,9 +51,11 @@ from specsamp.sampling.grammar import grammar as make_grammar
 from specsamp.sampling.penalties import Yielding
 from specsamp.sampling.warp import Warp, chain
 from specsamp.serving.answer import Answer, Busy, Failed, News, TooLong, Unmet
-from specsamp.serving.batch import Batch, chunk_sizes
+from specsamp.serving.batch import Batch
 from specsamp.serving.learner import Learner, check_learner
+from specsamp.serving.prefill import chunk_sizes
 from specsamp.serving.request_warps import exclude_early
+from specsamp.serving.scheduler import Entry
 from specsamp.serving.scores import Scores
 
 MAX_STOPS = 32  # stop strings of a request; tasks of lm-eval send up to 6
@@ -140,15 +140,15 @@ class Service:
         # On a mesh, programs of two threads could run in another order on each device.
         in_background = in_background and pair.shards.mesh is None
         self.batch = Batch(self._engine, rows=rows, rounds=rounds, in_background=in_background)
-        self.batch.programs.notify = self._wake
+        self.batch.sizes.programs.notify = self._wake
         self.capacity = self.batch.usage.rows + max_waiting
         most = self.capacity if max_per_client is None else max_per_client
         self.max_per_client = validate.integer("max_per_client", most, 1)
-        self._to_score: list[tuple[Request, Chunk]] = []  # finished texts
-        self._scoring: dict[Request, Iterator[Scores | None]] = {}  # the first finished text
+        self._to_score: list[tuple[Entry, Chunk]] = []  # finished texts
+        self._scoring: dict[Entry, Iterator[Scores | None]] = {}  # the first finished text
         self._numbers = itertools.count()  # shared by all processes
         self._changed = threading.Condition()  # guards the next two
-        self._inbox: list[Request] = []
+        self._inbox: list[Entry] = []
         self._closed: str | None = None  # the reason
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
@@ -199,18 +199,17 @@ class Service:
         """Waits, after `close`, for the end of the slice that runs."""
         if self._thread.is_alive():
             self._thread.join()
-        self.batch.programs.close()
+        self.batch.sizes.programs.close()
 
     @property
     def unfinished(self) -> int:
         """Returns the number of running and queued texts."""
-        return len(self._requests())
+        return len(self._entries())
 
-    def _requests(self) -> list[Request]:
-        """Returns the running and queued requests."""
-        batch, ended = self.batch, [request for request, _ in self._to_score]
-        requests = [*self._inbox, *batch.waiting, *batch.reading, *batch.running, *ended]
-        return [request for request in requests if request is not None]
+    def _entries(self) -> list[Entry]:
+        """Returns the unfinished requests."""
+        scheduler, ended = self.batch.scheduler, [entry for entry, _ in self._to_score]
+        return [*self._inbox, *scheduler.waiting, *scheduler.active, *ended]
 
     def ask(
         self,
@@ -292,10 +291,10 @@ class Service:
                 f"{sampling!r}"
             )
         for request in requests:
-            request.answer, request.draft_length = answer, draft_length
+            request.draft_length = draft_length
         with self._changed:
             self._check_room(count, client)
-            self._inbox += requests
+            self._inbox += [Entry(request, client, answer) for request in requests]
             self._changed.notify()
         return answer
 
@@ -337,7 +336,7 @@ class Service:
                 f"{self.unfinished} completions are in progress; the limit is {self.capacity}: try "
                 "again later"
             )
-        unfinished = sum(request.answer.client == client for request in self._requests())
+        unfinished = sum(entry.client == client for entry in self._entries())
         if unfinished + count > self.max_per_client:
             raise Busy(
                 f"you have {unfinished} completions in progress; the limit per client is "
@@ -372,7 +371,7 @@ class Service:
                     logging.exception(
                         "a slice failed: running texts are lost, queued texts start again"
                     )
-                    is_lost = any(self.batch.running) or self.batch.reading
+                    is_lost = bool(self.batch.scheduler.active)
                     self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
                     self.batch.free()
         except BaseException as error:
@@ -389,11 +388,11 @@ class Service:
             self._closed = news.closed
             for answer in news.answers:
                 for request in answer.requests:
-                    request.answer, request.tokenizer = answer, self.pair.tokenizer
-                self.batch.waiting += answer.requests
-        for request in self._requests():
-            if request.answer.number in news.left:
-                request.answer.is_over = True
+                    request.tokenizer = self.pair.tokenizer
+                    self.batch.scheduler.waiting.append(Entry(request, answer.client, answer))
+        for entry in self._entries():
+            if entry.answer.number in news.left:
+                entry.answer.is_over = True
         return news.closed is None
 
     def _news(self) -> News:
@@ -405,52 +404,51 @@ class Service:
                 lambda: self.unfinished or self._closed, IDLE_SECONDS if self._is_shared else None
             )
             taken = (
-                list(dict.fromkeys(request.answer for request in self._inbox))
+                list(dict.fromkeys(entry.answer for entry in self._inbox))
                 if self._is_shared
                 else []
             )
-            self.batch.waiting += self._inbox
+            self.batch.scheduler.waiting += self._inbox
             self._inbox.clear()
-            left = {
-                request.answer.number for request in self._requests() if request.answer.has_left
-            }
+            left = {entry.answer.number for entry in self._entries() if entry.answer.has_left}
             return News([answer.copy() for answer in taken], left - {None}, self._closed)
 
     def _slice(self) -> None:
         """Fills the rows, decodes a few rounds, and delivers the tokens of streams and of finished
         texts.
         """
-        batch = self.batch
-        batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
+        batch, scheduler = self.batch, self.batch.scheduler
+        for entry in [entry for entry in scheduler.waiting if entry.answer.is_over]:
+            scheduler.finish(entry)
         self._score_next()
-        self._take_turns()
+        scheduler.sort()
         self._fill()
-        requests = [request for request in batch.running if request is not None]
-        if not requests:
+        entries = [entry for _, entry in batch.table.decoding]
+        if not entries:
             with self._changed:  # their programs are being compiled
-                is_held_up = batch.waiting or (self._to_score and not self._scoring)
+                is_held_up = scheduler.waiting or (self._to_score and not self._scoring)
                 if is_held_up and not self._inbox:
                     self._changed.wait(1)
             return
         batch.run()
-        answers = [request.answer for request in requests]
+        answers = [entry.answer for entry in entries]
         found = batch.collect(
             self._text, always=any(answer.is_streamed or answer.is_over for answer in answers)
         )
         now = time.monotonic()
-        for request in requests:
-            if request.rounds and request.answer.first is None:
-                request.answer.first = now
-        for request, text in found:
-            if text is not None and (request.answer.is_streamed or text.finish != Finish.RUNNING):
-                chunk = Chunk.of(request, text, self.method)
-                if chunk is not None and chunk.finish is not None and request.answer.is_scored:
-                    self._to_score.append((request, chunk))
+        for entry in entries:
+            if entry.rounds and entry.answer.first is None:
+                entry.answer.first = now
+        for entry, text in found:
+            if text is not None and (entry.answer.is_streamed or text.finish != Finish.RUNNING):
+                chunk = Chunk.of(entry.request, text, self.method)
+                if chunk is not None and chunk.finish is not None and entry.answer.is_scored:
+                    self._to_score.append((entry, chunk))
                 elif chunk is not None:
-                    request.answer.send(chunk)
-        for request, text in found:  # after the deliveries
+                    entry.answer.send(chunk)
+        for entry, text in found:  # after the deliveries
             if self.learner is not None and text is not None and text.finish != Finish.RUNNING:
-                self._learn((*request.prompt, *text.tokens))
+                self._learn((*entry.request.prompt, *text.tokens))
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Updates the draft from a text. A learner that raises is removed; no text is lost."""
@@ -463,62 +461,50 @@ class Service:
     def _score_next(self) -> None:
         """Scores a chunk of the first finished text."""
         self._to_score = [
-            (request, chunk) for request, chunk in self._to_score if not request.answer.is_over
+            (entry, chunk) for entry, chunk in self._to_score if not entry.answer.is_over
         ]
         if not self._to_score:
             self._scoring = {}
             return
-        request, chunk = self._to_score[0]
+        entry, chunk = self._to_score[0]
+        tokens = [*entry.request.prompt, *chunk.tokens]
         try:
-            steps = self._scoring.get(request) or self.batch.score([*request.prompt, *chunk.tokens])
-            self._scoring = {request: steps} if steps is not None else {}
+            steps = self._scoring.get(entry) or self.batch.score(tokens)
+            self._scoring = {entry: steps} if steps is not None else {}
             scores = next(steps) if steps is not None else None
         except Exception as error:
             if self._is_shared:
                 raise
             logging.exception("a text was not scored")
-            request.answer.send(Failed(f"the text was not scored: {_in_short(error)}"))
+            entry.answer.send(Failed(f"the text was not scored: {_in_short(error)}"))
             return
         if scores is not None:
             del self._to_score[0]
-            request.answer.scores[request] = scores
-            request.answer.send(chunk)
-
-    def _take_turns(self) -> None:
-        """Orders the queue: clients with fewer texts in the batch go first, preempted texts before
-        all.
-        """
-        batch, turns = self.batch, {}
-        counts = collections.Counter(
-            each.answer.client for each in [*batch.running, *batch.reading] if each is not None
-        )
-        for request in batch.waiting:
-            turns[request] = 0 if request.rounds else 1 + counts[request.answer.client]
-            counts[request.answer.client] += 1
-        batch.waiting.sort(key=turns.__getitem__)
+            entry.answer.scores[entry.request] = scores
+            entry.answer.send(chunk)
 
     def _fill(self) -> None:
         """Gives free rows to queued requests; if reading raises, its prompts fail alone."""
         try:
             self.batch.fill()
         except Exception as error:
-            unread = self.batch.unread()
+            unread = self.batch.prefill.stop()
             if not unread or self._is_shared:
                 raise
             logging.exception("a prompt was not read")
-            for request in unread:
-                request.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
+            for entry in unread:
+                entry.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
 
-    def _text(self, state: DecodeState, place: int, request: Request) -> RowText | None:
+    def _text(self, state: DecodeState, row: int, entry: Entry) -> RowText | None:
         """Returns the text of a row; None if it was cancelled or has failed."""
-        if request.answer.is_over:
+        if entry.answer.is_over:
             return None
         try:
-            text = self._engine.text(state, place, request)
+            text = self._engine.text(state, row, entry.request)
             if text.finish == Finish.INVALID:
-                reason = fault(request.sampling.warps[0]) if self.has_grammars else None
+                reason = fault(entry.request.sampling.warps[0]) if self.has_grammars else None
                 if reason is not None:
-                    request.answer.send(Unmet(f"a text cannot follow its grammar: {reason}"))
+                    entry.answer.send(Unmet(f"a text cannot follow its grammar: {reason}"))
                     return None
                 raise FloatingPointError(
                     "the target's logits are NaN or infinite, or a warp has excluded every token"
@@ -529,25 +515,24 @@ class Service:
             if self._is_shared and not isinstance(error, FloatingPointError):
                 raise
             logging.error("a text failed: %r", error)
-            request.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
+            entry.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
             return None
 
     def _drop(self, reason: str, and_waiting: bool) -> None:
         """Ends all running texts, and with ``and_waiting`` all queued ones, with this reason for
         their callers.
         """
+        scheduler = self.batch.scheduler
         with self._changed:
-            requests = [
-                request for request in self.batch.running if request is not None
-            ] + self.batch.unread()
-            self.batch.running[:] = [None] * len(self.batch.running)
-            requests += [request for request, _ in self._to_score]
+            entries = [*scheduler.active, *(entry for entry, _ in self._to_score)]
             self._to_score.clear()
-            for texts in (self.batch.waiting, self._inbox) if and_waiting else ():
-                requests += texts
-                texts.clear()
-        for request in requests:
-            request.answer.send(Failed(reason))
+            if and_waiting:
+                entries += [*scheduler.waiting, *self._inbox]
+                self._inbox.clear()
+            for entry in entries:
+                scheduler.finish(entry)
+        for entry in entries:
+            entry.answer.send(Failed(reason))
 
 
 def _in_short(error: Any) -> str:

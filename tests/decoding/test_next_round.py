@@ -21,6 +21,8 @@ from specsamp.decoding.trees import block_of
 from specsamp.sampling.rules import Rule, make_verdict, take_row
 from specsamp.sampling.warp import chain, temperature
 from specsamp.serving import batch
+from specsamp.serving.scheduler import Entry, Stage
+from specsamp.serving.sizes import Size
 from support import mutants, tree_mutants
 from support.drafters import DRAFTERS, V
 from support.extras import slow_but
@@ -96,39 +98,44 @@ class Batch(batch.Batch):
 
     def begin(self, prompt, budget):
         (request,) = make_requests(self.pair, self.method, [prompt], budget)
-        self.waiting.append(request)
-        return request
+        entry = Entry(request)
+        self.scheduler.waiting.append(entry)
+        return entry
 
     def end(self, prompt, budget):
         """Decodes until a text ends; returns it, the prompt included."""
-        request = self.begin(prompt, budget)
-        while request in (*self.waiting, *self.reading, *self.running):
+        entry = self.begin(prompt, budget)
+        while entry.stage != Stage.FINISHED:
             self.fill()
             self.compare()
             self.run()
-            for one, text in self.collect(self._engine.text, always=True):
-                self.texts[one] = [*one.prompt, *text.tokens]
-        return self.texts[request]
+            for one, text in self.collect(self.text, always=True):
+                self.texts[one] = [*one.request.prompt, *text.tokens]
+        return self.texts[entry]
+
+    def text(self, state, row, entry):
+        return self.runner.engine.text(state, row, entry.request)
 
     def swap(self):
         """Gives the rows more slots, and back, in the opposite order each time."""
         for slots in (2 * SLOTS, SLOTS):
-            self._state = self._engine.resize(self._state, [1, 0], slots)
+            self.runner.resize([1, 0], Size(2, slots))
         self.compare()
 
     def compare(self):
-        for place, request in enumerate(self.running):
-            if request is not None:
-                row = self._engine.extract(self._state, [place])
-                text = row.tokens_BS[0, : row.lengths_B[0]].tolist()
-                request = dataclasses.replace(request, prompt=tuple(text))
-                blank = dataclasses.replace(self._engine.blank(1), request=None)
-                anew = self._engine.extend([request], blank, [0], [len(text)], CHUNK)
-                row = dataclasses.replace(row, request=self._engine.arrays([request]))
-                self.assert_equal(self.next_round(row), self.next_round(anew))
+        engine = self.runner.engine
+        for row, entry in self.table.decoding:
+            state = engine.extract(self.runner._state, [row])
+            text = state.tokens_BS[0, : state.lengths_B[0]].tolist()
+            request = dataclasses.replace(entry.request, prompt=tuple(text))
+            blank = dataclasses.replace(engine.blank(1), request=None)
+            anew = engine.extend([request], blank, [0], [len(text)], CHUNK)
+            state = dataclasses.replace(state, request=engine.arrays([request]))
+            self.assert_equal(self.next_round(state), self.next_round(anew))
 
     def next_round(self, state):
-        return jax.device_get(next_round(self._engine.loop, self._engine.weights, state))
+        engine = self.runner.engine
+        return jax.device_get(next_round(engine.loop, engine.weights, state))
 
     def assert_equal(self, found, expected):
         draft, drafted_BRV, target_BTV = found

@@ -16,9 +16,11 @@ from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, head_drafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.serving import batch
-from specsamp.serving.batch import Batch, Size
+from specsamp.serving import batch, sizes
+from specsamp.serving.runner import Runner
 from specsamp.serving.service import Service
+from specsamp.serving.sizes import Size
+from specsamp.serving.slots import SlotTable
 from support.extras import slow_but
 from support.fakes import random_table
 from support.heads import LayeredTable, eagle3, mtp
@@ -75,7 +77,7 @@ PAIRS["modules"] = functools.partial(head_pair, mtp(V, num_modules=K + 1))
 def small(monkeypatch):
     """Sizes of 32, 64 and 128 slots."""
     monkeypatch.setattr(batch, "SMALLEST_SLOTS", 32)
-    monkeypatch.setattr(batch, "PATIENCE", 2)
+    monkeypatch.setattr(sizes, "PATIENCE", 2)
 
 
 class Texts:
@@ -118,12 +120,12 @@ class Texts:
 @pytest.mark.parametrize("in_background", [False, True])
 def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
     """One, then four, of up to the context; the sizes follow, and shrink again."""
-    seen, resize = [], Batch._resize
-    monkeypatch.setattr(Batch, "_resize", lambda *of: (resize(*of), seen.append(of[0].size))[0])
+    seen, resize = [], Runner.resize
+    monkeypatch.setattr(Runner, "resize", lambda *of: (resize(*of), seen.append(of[-1]))[0])
     with Texts(in_background=in_background) as texts:
         texts.ask([1, 2, 3], 6)
         texts.check()
-        assert texts.batch.size == Size(1, 32) and seen == []
+        assert texts.batch.table.size == Size(1, 32) and seen == []
         for prompt, budget in (
             ([4] * 5, 20),
             ([7, 8] * 9, 60),
@@ -138,7 +140,7 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
         texts.check()
         if in_background:  # the change may still be compiled
             return
-        assert texts.batch.size.rows == 1 and texts.batch.size.slots < 128
+        assert texts.batch.table.size.rows == 1 and texts.batch.table.size.slots < 128
 
 
 @pytest.mark.slow
@@ -146,14 +148,14 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
     """A text goes on to its end; one that outgrows its slots waits for them and has the same
     tokens.
     """
-    compile_, is_open = Batch._compile, threading.Event()
+    compile_, is_open = Runner.compile, threading.Event()
 
     def slowly(self, thing):
         if isinstance(thing, Size) and thing.slots > 32:
             assert is_open.wait(300)
         compile_(self, thing)
 
-    monkeypatch.setattr(Batch, "_compile", slowly)
+    monkeypatch.setattr(Runner, "compile", slowly)
     texts = Texts()
     texts.service.compile()
     with texts:
@@ -165,7 +167,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
         texts.pieces.put(first)
         is_open.set()
         texts.check()
-        assert texts.batch.outgrown == 1
+        assert texts.batch.usage.preempted == 1
 
 
 @pytest.mark.parametrize("kind", slow_but([*PAIRS], "model"))
@@ -177,13 +179,16 @@ def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
     with Texts(kind, in_background=False) as texts:
         for reused in (True, False):
             if not reused:
-                monkeypatch.setattr(Batch, "_longest_prefix", lambda *_: (0, 0))
-            copied, read = texts.batch.tokens_copied, texts.batch.tokens_read
+                monkeypatch.setattr(SlotTable, "longest_prefix", lambda *_: (0, 0))
+            copied, read = texts.batch.prefill.tokens_copied, texts.batch.prefill.tokens_read
             for prompts in ([begun], ([*begun, 7, 8], [*begun[:30], 8], begun, begun[:9])):
                 for prompt in prompts:
                     texts.ask(prompt, 12)
                 texts.check()
-            copied, read = texts.batch.tokens_copied - copied, texts.batch.tokens_read - read
+            copied, read = (
+                texts.batch.prefill.tokens_copied - copied,
+                texts.batch.prefill.tokens_read - read,
+            )
             assert (copied > 30 and read < 130) if reused else (copied == 0 and read > 150)
 
 
@@ -193,7 +198,8 @@ def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
     monkeypatch.setattr(Engine, "extend", lambda *of: (events.append("e"), extend(*of))[1])
     with Texts(rows=2, in_background=False) as texts:
         compile_all(texts.service.batch)
-        monkeypatch.setattr(texts.batch, "_chunks", (16,))
+        monkeypatch.setattr(texts.batch.prefill, "_chunks", (16,))
+        texts.batch.prefill.budget = 32
         events.clear()
         texts.ask([1], 80)
         texts.ask([2] * 100, 5)

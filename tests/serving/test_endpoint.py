@@ -431,12 +431,12 @@ def test_a_client_that_leaves_frees_its_row(server, service, gate, stream):
     """The row is free long before the text would have ended."""
     before = service.batch.usage.rounds
     with begin(server, stream=stream):
-        wait_until(lambda: any(service.batch.running))
-        (ticket,) = [one for one in service.batch.running if one is not None]
+        wait_until(lambda: any(service.batch.table.entries))
+        (ticket,) = [one for one in service.batch.table.entries if one is not None]
     wait_until(lambda: ticket.answer.is_over)
     gate.open()
     wait_until(lambda: service.unfinished == 0)
-    assert service.batch.usage.rounds - before <= 2 and not any(service.batch.running)
+    assert service.batch.usage.rounds - before <= 2 and not any(service.batch.table.entries)
     check_that_it_answers(server, service)
 
 

@@ -16,7 +16,7 @@ from specsamp import (
     generate_many,
 )
 from specsamp.decoding.method import make_method
-from specsamp.serving import batch
+from specsamp.serving.prefill import chunk_sizes
 from specsamp.serving.service import Service
 from support.extras import slow_but
 
@@ -51,7 +51,7 @@ def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_
     assert {one.prompt_index: one.tokens for one in queue} == {
         one.prompt_index: one.tokens for one in plain
     }
-    assert queue.batch.tokens_copied >= 70, "the control: prefixes were copied"
+    assert queue.batch.prefill.tokens_copied >= 70, "the control: prefixes were copied"
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
     assert [chunk.tokens for chunk in chunks] == [
         one.tokens for one in generate(PAIR, prompts, 8, draft_length=0)
     ]
-    assert service.batch.tokens_copied > 80, "the control: prefixes were copied"
+    assert service.batch.prefill.tokens_copied > 80, "the control: prefixes were copied"
     assert any(chunk.stats.lengths[0] for chunk in chunks), "the control: there were pauses"
 
 
@@ -84,7 +84,7 @@ def test_read_that_does_not_fit_the_slots_is_refused():
     random = np.random.default_rng(0)
     queue = generate_many(PAIR, [text(random, 90)], 8, rows=1, draft_length=0)
     engine = queue._engine
-    (request,) = queue.batch.waiting
+    (request,) = [entry.request for entry in queue.batch.scheduler.waiting]
     with pytest.raises(
         ValueError, match="3 calls of 32 tokens from slot 40 need 136 slots, but rows have 128"
     ):
@@ -103,4 +103,4 @@ def test_insert_over_a_row_that_does_not_exist_is_refused():
 
 def test_chunks_of_the_test_are_those_of_a_cpu():
     """The lengths above meet the borders of these chunks."""
-    assert batch.chunk_sizes() == (16, 64)
+    assert chunk_sizes() == (16, 64)

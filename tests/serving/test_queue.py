@@ -264,7 +264,9 @@ def test_what_prompts_share_is_read_once():
     shots = [index % 11 for index in range(60)]
     work = generate_many(PAIR, [[*shots, 3], [*shots, 4]], 3, rows=1, num_samples=2, draft_length=1)
     together = by_row(work)
-    assert work.batch.tokens_copied >= 3 * 58 and work.batch.tokens_read < 61 + 3 * 4
+    assert (
+        work.batch.prefill.tokens_copied >= 3 * 58 and work.batch.prefill.tokens_read < 61 + 3 * 4
+    )
     assert together == by_row(
         generate(PAIR, [[*shots, 3], [*shots, 4]], 3, num_samples=2, draft_length=1)
     )

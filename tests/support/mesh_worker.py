@@ -118,7 +118,7 @@ def serve(over_both) -> list[list[int]]:
             time.sleep(0.01)
         service.close()
     service.join()
-    assert service.failed is None and not any(service.batch.running)
+    assert service.failed is None and not any(service.batch.table.entries)
     rounds = distributed.gather_objects(service.batch.usage.rounds)
     # Those who left had budgets of thousands of tokens.
     assert len({*rounds}) == 1 and rounds[0] < 200

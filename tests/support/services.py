@@ -11,9 +11,9 @@ import time
 
 from specsamp import generate
 from specsamp.decoding.method import make_method
-from specsamp.serving.background import Chunks, Resize, ScoreChunks
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
+from specsamp.serving.sizes import Chunks, Resize, ScoreChunks
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair
 
@@ -64,11 +64,12 @@ def alone(
 
 def compile_all(batch):
     """Compiles all sizes, all changes of the size, and all scores, which requests may want."""
-    programs = [*batch._sizes, *map(Chunks, batch._all_slots)]
-    programs += [Resize(old, new) for old in batch._sizes for new in batch._sizes if old != new]
-    programs += [ScoreChunks(slots, size) for slots in batch._all_slots for size in batch._chunks]
+    sizes = batch.sizes
+    programs = [*sizes.all, *map(Chunks, sizes.slots)]
+    programs += [Resize(old, new) for old in sizes.all for new in sizes.all if old != new]
+    programs += [ScoreChunks(slots, size) for slots in sizes.slots for size in batch._chunks]
     for program in programs:
-        batch.programs.make(program)
+        sizes.programs.make(program)
 
 
 class Gate:

@@ -187,7 +187,7 @@ def test_a_prefix_that_a_former_draft_has_read_is_not_handed_on():
         options = dict(sampling=SAMPLING, draft_length=3, rows=1, stop=[])
         queue = generate_many(PAIR, [[1, 2, 3, 4, 5, 0, 1, 2]] * 6, 4, learner=learns, **options)
         assert len(list(queue)) == 6
-        copied.append(queue.batch.tokens_copied)
+        copied.append(queue.batch.prefill.tokens_copied)
     assert copied[0] == 5 * copied[1] > 0
 
 

@@ -17,6 +17,7 @@ from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import make_method
 from specsamp.serving import batch as batch_module
+from specsamp.serving import sizes
 from specsamp.serving.answer import Failed
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
@@ -226,12 +227,12 @@ def make_service(setting, rows):
 @contextlib.contextmanager
 def small_sizes():
     """Lets a batch grow from 128 slots, and shrink soon."""
-    smallest, patience = batch_module.SMALLEST_SLOTS, batch_module.PATIENCE
-    batch_module.SMALLEST_SLOTS, batch_module.PATIENCE = 128, 2
+    smallest, patience = batch_module.SMALLEST_SLOTS, sizes.PATIENCE
+    batch_module.SMALLEST_SLOTS, sizes.PATIENCE = 128, 2
     try:
         yield
     finally:
-        batch_module.SMALLEST_SLOTS, batch_module.PATIENCE = smallest, patience
+        batch_module.SMALLEST_SLOTS, sizes.PATIENCE = smallest, patience
 
 
 def service(stream):

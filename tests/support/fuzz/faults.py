@@ -12,8 +12,8 @@ import jax
 
 from specsamp.decoding import adaptive, batch_rows, engine, loop
 from specsamp.models import cache, slots
-from specsamp.serving import batch
-from specsamp.serving import service as services
+from specsamp.serving import batch, prefill, scheduler
+from specsamp.serving import slots as slot_table
 from support.fuzz.settings import SETTINGS
 
 
@@ -64,7 +64,7 @@ FAULTS = {
         (
             MOVED,
             NOT_CHECKED,
-            Change(batch.Batch, "_read", "if fits else min(counts)", "if True else min(counts)"),
+            Change(prefill, "plan", "most if fits else", "most if True else"),
         ),
         ("queue",),
         ("none",),
@@ -92,7 +92,10 @@ FAULTS = {
     "a prefix is copied two tokens too long": Fault(
         (
             Change(
-                batch.Batch, "_longest_prefix", "best = (place, start)", "best = (place, start + 2)"
+                slot_table.SlotTable,
+                "longest_prefix",
+                "best = row, start",
+                "best = row, start + 2",
             ),
         ),
         ("queue",),
@@ -110,7 +113,7 @@ FAULTS = {
         ("service",),
     ),
     "a chunk begins one token late": Fault(
-        (Change(batch.Batch, "_read", "starts = [end if request", "starts = [end + 1 if request"),),
+        (Change(prefill.Prefill, "read", "[end if entry", "[end + 1 if entry"),),
         ("queue", "service"),
     ),
     "rows are inserted in another order": Fault(
@@ -130,8 +133,8 @@ FAULTS = {
             Change(
                 batch.Batch,
                 "collect",
-                "late[place] = None, finish_B[place] == Finish.RUNNING",
-                "late[place - 1] = None, finish_B[place] == Finish.RUNNING",
+                "late.append(row)",
+                "late.append(row - 1)",
             ),
         ),
         ("service",),
@@ -151,11 +154,10 @@ FAULTS = {
     "a waiting request goes with a caller that has left": Fault(
         (
             Change(
-                services.Service,
-                "_slice",
-                "request for request in batch.waiting if not request.answer.is_over",
-                "request for request in batch.waiting\n"
-                "            if not any(each.answer.is_over for each in batch.waiting)",
+                scheduler.Scheduler,
+                "finish",
+                "entries.remove(entry)",
+                "entries.remove(entries[-1])",
             ),
         ),
         ("service",),

@@ -1,0 +1,178 @@
+"""Chooses the size of a batch, and compiles the programs of further sizes during decoding.
+
+The batch of a call has its largest size from the start. The batch of a service follows its
+requests: a lone text is not decoded at the cost of all rows, nor a short text at the cost of the
+whole context. Rows per data shard and slots are powers of two. Decoding continues in the present
+size while another one is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from absl import logging
+
+from specsamp.serving.scheduler import Entry
+
+SMALLEST_SLOTS = 256
+PATIENCE = 16  # number of steps that fit a smaller batch before it shrinks
+
+
+class Size(NamedTuple):
+    """Rows of each data shard, and slots of each row."""
+
+    rows: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize:
+    """The change from one size to another."""
+
+    old: Size
+    new: Size
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The calls that read tokens of one prompt per data shard."""
+
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreChunks:
+    """The calls that score a text; see `specsamp.serving.scores.score`."""
+
+    slots: int
+    size: int
+
+
+class Background:
+    """Prepares programs one after another, each once.
+
+    Attributes:
+      notify: is called after each program that the thread has prepared.
+    """
+
+    def __init__(self, prepare: Callable[[Hashable], None], *, in_thread: bool):
+        """Takes the function that prepares a program.
+
+        Without ``in_thread``, `is_ready` calls it.
+        """
+        self.notify: Callable[[], None] = lambda: None
+        self._prepare = prepare
+        self._thread = ThreadPoolExecutor(1, "specsamp compiler") if in_thread else None
+        self._begun: set[Hashable] = set()
+        self._ready: set[Hashable] = set()
+
+    def is_ready(self, program: Hashable) -> bool:
+        """Returns whether a program is ready; the first call begins to prepare it."""
+        if self._thread is None:
+            self.make(program)
+        elif program not in self._begun:
+            self._begun.add(program)
+            self._thread.submit(self._make_in_thread, program)
+        return program in self._ready
+
+    def make(self, program: Hashable) -> None:
+        """Prepares a program now, unless it is ready."""
+        if program not in self._ready:
+            self._prepare(program)
+            self._begun.add(program)
+            self._ready.add(program)
+
+    def close(self) -> None:
+        """Waits for the end of the current preparation, and begins no other."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _make_in_thread(self, program: Hashable) -> None:
+        try:
+            self._prepare(program)
+        except Exception:  # its use raises the error again
+            logging.exception("%s was not compiled", program)
+        self._ready.add(program)
+        self.notify()
+
+
+@dataclasses.dataclass
+class Sizes:
+    """The possible sizes of a batch, and the choice of the next.
+
+    Attributes:
+      rows: possible rows of each data shard, from small to large.
+      slots: possible slots of each row, from small to large.
+      shards: number of data shards.
+      step_tokens: the most tokens that a text gains in a step.
+      spare: slots beyond the tokens of a text.
+      programs: the compiled programs.
+    """
+
+    rows: tuple[int, ...]
+    slots: tuple[int, ...]
+    shards: int
+    step_tokens: int
+    spare: int
+    programs: Background
+    _calm: int = 0  # number of steps that fit a smaller size
+
+    @property
+    def all(self) -> list[Size]:
+        """Returns all sizes, from small to large."""
+        return [Size(rows, slots) for slots in self.slots for rows in self.rows]
+
+    def compile_smallest(self, threads: int) -> None:
+        """Compiles the programs of the smallest size."""
+        smallest = self.all[0]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self.programs.make, (smallest, Chunks(smallest.slots))))
+
+    def slots_for(self, entry: Entry) -> int:
+        """Returns the fewest slots in which a request can be decoded for another step."""
+        tokens = min(entry.request.limit, entry.length + self.step_tokens)
+        return _at_least(self.slots, tokens + self.spare)
+
+    def choose(self, size: Size, decoding: Sequence[Entry], waiting: Sequence[Entry]) -> Size:
+        """Returns the size of the next step.
+
+        It holds all requests. While its programs are compiled, it holds the requests that fit the
+        present slots, or stays the present size. A batch shrinks after some steps, or when it is
+        empty.
+        """
+        short = [entry for entry in waiting if self.slots_for(entry) <= size.slots]
+        self._calm += 1
+        for entries in (waiting, short):
+            needed = self._size_for([*decoding, *entries])
+            wanted = Size(*map(max, needed, size))
+            if wanted != size or needed == size:
+                self._calm = 0
+            elif not decoding or self._calm > PATIENCE:
+                wanted = needed
+            if wanted == size:
+                return size
+            if self._is_ready(size, wanted):
+                self._calm = 0
+                return wanted
+        return size
+
+    def _size_for(self, entries: Sequence[Entry]) -> Size:
+        per_shard = -(-len(entries) // self.shards)
+        slots = max(map(self.slots_for, entries), default=self.slots[0])
+        return Size(_at_least(self.rows, per_shard), slots)
+
+    def _is_ready(self, old: Size, new: Size) -> bool:
+        programs = new, Chunks(new.slots), Resize(old, new)
+        return all([self.programs.is_ready(program) for program in programs])
+
+
+def powers(least: int, most: int) -> tuple[int, ...]:
+    """Returns ``least``, its double and so on, below ``most``, and ``most``."""
+    return (least, *powers(2 * least, most)) if least < most else (most,)
+
+
+def _at_least(choices: Sequence[int], needed: int) -> int:
+    return next((choice for choice in choices if choice >= needed), choices[-1])
