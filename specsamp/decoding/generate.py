@@ -121,16 +121,19 @@ def chunks(
     which all have ended.
     """
     streams = [request.text_stream() for request in requests]
-    running = [True] * len(requests)
+    running, shown = [True] * len(requests), [0] * len(requests)
     while any(running):
         state = engine.run(state, rounds_per_chunk)
         texts = engine.take(state, requests)
         if any(request.stops.texts for request in requests):
             state = engine.end(state, [text.finish == Finish.STOP for text in texts])
         for row, (request, text) in enumerate(zip(requests, texts)):
-            chunk = Chunk.of(request, text, engine.method) if running[row] else None
+            if not running[row]:
+                continue
+            chunk = Chunk.of(request, text, engine.method, shown=shown[row])
             if chunk is None:
                 continue
+            shown[row] = len(text.tokens)
             if streams[row] is not None:
                 chunk = dataclasses.replace(
                     chunk, text=streams[row].push(text.tokens, chunk.finish is not None)

@@ -25,7 +25,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
-    """A sequence to decode, and its progress.
+    """A sequence to decode.
 
     Attributes:
       prompt: token ids, at least one.
@@ -37,7 +37,6 @@ class Request:
       draft_length: the largest number of drafted tokens per round that may be verified; None: all.
       stops: tokens and strings that end the sequence.
       tokenizer: decodes the tokens; None: the result has no text.
-      shown: number of tokens that the caller has received.
     """
 
     prompt: tuple[int, ...]
@@ -51,7 +50,6 @@ class Request:
     draft_length: int | None = None
     stops: Stops = Stops()
     tokenizer: Tokenizer | None = None
-    shown: int = 0
 
     @property
     def limit(self) -> int:

@@ -218,14 +218,15 @@ class Chunk:
     stats: RowStats | None  # of the whole sequence; None while it is running
 
     @classmethod
-    def of(cls, request: Request, row: RowText, method: Method, **more: Any) -> Self | None:
-        """Returns the new tokens of ``row``; None if there are none and the request is still
-        running.
+    def of(
+        cls, request: Request, row: RowText, method: Method, *, shown: int = 0, **more: Any
+    ) -> Self | None:
+        """Returns the tokens of ``row`` after the first ``shown``; None if there are none and the
+        request is still running.
         """
-        is_running, new = row.finish == Finish.RUNNING, slice(request.shown, None)
-        if is_running and len(row.tokens) == request.shown:
+        is_running, new = row.finish == Finish.RUNNING, slice(shown, None)
+        if is_running and len(row.tokens) == shown:
             return None
-        request.shown = len(row.tokens)
         return cls(
             prompt_index=request.prompt_index,
             sample_index=request.sample_index,

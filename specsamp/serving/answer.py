@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 from absl import logging
 
+from specsamp.decoding.pair import Tokenizer
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk
+from specsamp.serving.sampling_request import SamplingRequest
+from specsamp.serving.scheduler import Entry
 from specsamp.serving.scores import Scores
 
 
@@ -34,21 +37,19 @@ class Answer:
     """A call that is being answered, as its caller sees it.
 
     Attributes:
+      asked: the request of the caller.
+      deliver: takes chunks and failures.
       requests: of the call, in order of prompts and samples.
-      is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
-      client: name of the caller.
-      is_scored: whether the last chunk of each text is delivered after its ``scores``.
+      scores: of the finished texts, if they are scored.
       number: its name in all processes; None: there is one process.
       has_left: whether the caller has cancelled it.
       is_over: whether nothing more is delivered, so that the rows are free.
       first: when the first token was written, by `time.monotonic`; None before.
     """
 
-    requests: Sequence[Request]
+    asked: SamplingRequest
     deliver: Callable[[Chunk | Failed], None]
-    is_streamed: bool
-    client: str = ""
-    is_scored: bool = False
+    requests: Sequence[Request] = ()
     scores: dict[Request, Scores] = dataclasses.field(default_factory=dict)
     number: int | None = None
     has_left: bool = False
@@ -56,7 +57,7 @@ class Answer:
     first: float | None = None
 
     def cancel(self) -> None:
-        """Cancels the answer, from any thread; the rows are free after the slice.
+        """Cancels the answer, from any thread; the rows are free after the step.
 
         Several processes free the rows together, after the next broadcast of process 0.
         """
@@ -64,28 +65,38 @@ class Answer:
         if self.number is None:
             self.is_over = True
 
-    def send(self, what: Chunk | Failed) -> None:
+    def send(self, sent: Chunk | Failed) -> None:
         """Delivers a chunk or the reason of a failure; cancels the answer if the caller raises."""
         if self.is_over:
             return
-        if isinstance(what, Failed):
+        if isinstance(sent, Failed):
             self.is_over = True
         if self.has_left:
             return
         try:
-            self.deliver(what)
+            self.deliver(sent)
         except Exception as error:
             logging.error("an answer was not taken: %r", error)
             self.cancel()
+
+    def entries(self) -> list[Entry]:
+        """Returns an entry of the scheduler for each text."""
+        return [Entry(request, self.asked.client, self) for request in self.requests]
 
     def copy(self) -> Answer:
         """Returns the answer for another process, which does not have the caller."""
         requests = [dataclasses.replace(request, tokenizer=None) for request in self.requests]
         return dataclasses.replace(self, requests=requests, deliver=_ignore)
 
+    def complete(self, tokenizer: Tokenizer | None) -> Answer:
+        """Adds the tokenizer to a copy in another process."""
+        for request in self.requests:
+            request.tokenizer = tokenizer
+        return self
+
 
 class News(NamedTuple):
-    """The message of process 0 to the other processes before a slice.
+    """The message of process 0 to the other processes before a step.
 
     Attributes:
       answers: new ones, with their requests.

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hmac
 import pathlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -33,10 +32,8 @@ from specsamp.decoding.request import encode
 from specsamp.serving.answer import Answer, Busy, Failed, TooLong, Unmet
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
 from specsamp.serving.openai_requests import (
-    MAX_SEED,
     ApiError,
     DetokenizeRequest,
-    GenerationRequest,
     TokenizeRequest,
     parse_body,
     read_fields,
@@ -211,32 +208,14 @@ class Endpoint:
         deliver = functools.partial(
             asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait
         )
-        answer = await run_in_threadpool(self._ask, asked, deliver, client)
+        answer = await run_in_threadpool(
+            self._call, lambda: self.service.submit(asked.for_service(client), deliver)
+        )
         reply = Reply(
             asked, answer, self.model, exact=self.service.method.exact, repeats=self.service.repeats
         )
         request.state.answered = answer, reply
         return _Answering(answer, reply, chunks, self.timeout)
-
-    def _ask(self, asked: GenerationRequest, deliver, client: str) -> Answer:
-        return self._call(
-            self.service.ask,
-            asked.prompts,
-            asked.max_tokens,
-            deliver=deliver,
-            sampling=asked.sampling(),
-            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
-            stop=asked.stops,
-            stop_ids=asked.stop_token_ids,
-            ignore_eos=asked.ignore_eos,
-            min_tokens=asked.min_tokens,
-            draft_length=asked.draft_length,
-            num_samples=asked.n,
-            is_streamed=asked.stream,
-            client=client,
-            is_scored=asked.is_scored,
-            grammar=asked.grammar,
-        )
 
     def _call(self, function: Callable, *arguments: Any, **options: Any) -> Any:
         """Calls the service, and gives its errors the form of the protocol."""
@@ -384,7 +363,7 @@ class _Answering(Response):
             async with asyncio.timeout(self._timeout):
                 await send(message)
 
-        if not self._answer.is_streamed:
+        if not self._answer.asked.is_streamed:
             response = await self._whole()
             await response(scope, receive, send_in_time)
             return

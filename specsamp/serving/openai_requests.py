@@ -9,6 +9,7 @@ nulls for example for the refusal.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from reprlib import repr  # short
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,8 +31,8 @@ from pydantic import (
 from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp
 from specsamp.serving.request_warps import ALL_TOKENS, MAX_BIASES, NEUTRAL, make_warp
+from specsamp.serving.sampling_request import MAX_STOP_IDS, MAX_STOPS, SamplingRequest
 from specsamp.serving.scores import MOST_TOPS
-from specsamp.serving.service import MAX_STOP_IDS, MAX_STOPS
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; an answer in a chat has as many as there is room for
 MAX_SAMPLES = 128
@@ -305,6 +306,25 @@ class GenerationRequest(_Fields):
         """Returns the request's distribution."""
         biases = {int(token): by for token, by in self.logit_bias.items()}
         return make_warp({name: getattr(self, name) for name in NEUTRAL} | {"logit_bias": biases})
+
+    def for_service(self, client: str) -> SamplingRequest:
+        """Returns the request of a client; without a seed it has a new one."""
+        return SamplingRequest(
+            prompts=self.prompts,
+            max_new_tokens=self.max_tokens,
+            sampling=self.sampling(),
+            seed=secrets.randbelow(MAX_SEED + 1) if self.seed is None else self.seed,
+            stop=self.stops,
+            stop_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            draft_length=self.draft_length,
+            num_samples=self.n,
+            grammar=self.grammar,
+            is_streamed=self.stream,
+            is_scored=self.is_scored,
+            client=client,
+        )
 
 
 class CompletionRequest(GenerationRequest):

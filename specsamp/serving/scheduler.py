@@ -44,6 +44,7 @@ class Entry:
       answer: the answer of a service that the text belongs to (`specsamp.serving.answer`).
       stage: the present stage.
       rounds: rounds so far, updated after each step.
+      shown: number of tokens that the caller has received.
       length: tokens so far, those of the prompt included.
       shard: the data shard of a preempted request.
       kept: the row of a preempted request, in host memory.
@@ -55,6 +56,7 @@ class Entry:
     answer: Any = None
     stage: Stage = Stage.QUEUED
     rounds: int = 0
+    shown: int = 0
     length: int = 0
     shard: int | None = None
     kept: Any = None

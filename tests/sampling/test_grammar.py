@@ -48,6 +48,7 @@ from support.fakes import (
     table_loop,
 )
 from support.loop_distributions import FAR, NEAR, PROMPTS, TARGET, V, distribution_test
+from support.services import submit
 
 pytestmark = extras.needs("llguidance")
 
@@ -232,7 +233,7 @@ BYTES = tokenizer_of(
 
 def ask(service, text, **options):
     pieces = queue.SimpleQueue()
-    service.ask([text], 12, deliver=pieces.put, **options)
+    submit(service, [text], 12, deliver=pieces.put, **options)
     chunk = pieces.get(timeout=300)
     if isinstance(chunk, Failed):
         raise chunk
@@ -262,9 +263,9 @@ def test_requests_bring_grammars_and_give_them_back():
         ):
             ask(service, "a", grammar=("lark", 'start: "b" start'), **cold)
         with pytest.raises(ValueError, match="regex is not understood"):
-            service.ask(["a"], 4, deliver=print, grammar=("regex", "["))
+            submit(service, ["a"], 4, deliver=print, grammar=("regex", "["))
         with pytest.raises(ValueError, match="needs a token that ends its texts"):
-            service.ask(["a"], 4, deliver=print, ignore_eos=True, grammar=("regex", "a"))
+            submit(service, ["a"], 4, deliver=print, ignore_eos=True, grammar=("regex", "a"))
         assert ask(service, "a", **cold) == ("bcdefghijklm", "length"), (
             "and nobody holds the requests before it"
         )
@@ -297,8 +298,8 @@ def test_a_text_is_a_call_where_it_must_be(choice, streams):
     chunks, shown = queue.SimpleQueue(), []
     service.start()
     try:
-        answer = service.ask(
-            ["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams
+        answer = submit(
+            service, ["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams
         )
         reply = Reply(asked, answer, "m", exact=True)
         while not reply.is_complete:
@@ -322,7 +323,7 @@ def test_where_grammars_are_refused():
     with pytest.raises(
         ValueError, match="grammars are not served here: start the server with --grammars"
     ):
-        service.ask(["a"], 4, deliver=print, grammar=("regex", "a"))
+        submit(service, ["a"], 4, deliver=print, grammar=("regex", "a"))
     wide = shard(pair, make_mesh(8, 1))
     with pytest.raises(ValueError, match="grammars are served on one device: leave out --grammars"):
         Service(wide, method, has_grammars=True)

@@ -24,7 +24,7 @@ from specsamp.serving.slots import SlotTable
 from support.extras import slow_but
 from support.fakes import random_table
 from support.heads import LayeredTable, eagle3, mtp
-from support.services import compile_all
+from support.services import compile_all, submit
 from support.weights import drawn_params
 
 CONTEXT, K, V = 112, 3, 50
@@ -94,8 +94,12 @@ class Texts:
     def ask(self, prompt, budget):
         number = len(self.asked)
         self.asked.append((prompt, budget))
-        self.service.ask(
-            [prompt], budget, seed=number, deliver=lambda piece: self.pieces.put((number, piece))
+        submit(
+            self.service,
+            [prompt],
+            budget,
+            seed=number,
+            deliver=lambda piece: self.pieces.put((number, piece)),
         )
 
     def check(self):

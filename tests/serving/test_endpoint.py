@@ -41,6 +41,7 @@ from support.services import (
     post,
     request,
     serving,
+    submit,
     wait_until,
 )
 
@@ -253,7 +254,7 @@ def test_stop_tokens_budgets_and_tokens(client, server, service):
     answer = client.completions.create(extra_body={"ignore_eos": True}, **settings)
     assert answer.usage.total_tokens == CONTEXT, "a budget beyond the context is cut"
     for ignore in (False, True):
-        asked = service.ask(["a"], 1, deliver=lambda _: None, ignore_eos=ignore, stop_ids=[3])
+        asked = submit(service, ["a"], 1, deliver=lambda _: None, ignore_eos=ignore, stop_ids=[3])
         assert asked.requests[0].stops.ids == {3, *(() if ignore else (PAIR.tokenizer.eos_id,))}
     for asked, tokens in (
         ({"prompt": "hi"}, [104, 105]),
@@ -518,7 +519,7 @@ def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
 def test_the_answer_of_a_lossy_rule_says_so_and_what_it_cost():
     asked = read_request({"prompt": "a"}, is_chat=False, model="bytes")
     request = Request(prompt=(97,), max_new_tokens=1, tokenizer=PAIR.tokenizer)
-    reply = Reply(asked, Answer([request], print, is_streamed=False), "bytes", exact=False)
+    reply = Reply(asked, Answer(asked.for_service(""), print, [request]), "bytes", exact=False)
     stats = RowStats(
         rounds=1, emitted=1, drafted=1, reached=(1,), accepted_counts=(0, 1), variation=0.25
     )

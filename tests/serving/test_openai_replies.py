@@ -31,7 +31,7 @@ def replied(style, prompt, tokens, ends, is_chat=False, **fields):
     )
     asked = read_request(asked | fields, is_chat=is_chat, model="m")
     request = Request(prompt=tuple(prompt), max_new_tokens=len(tokens), tokenizer=tokenizer(style))
-    answer = Answer([request], print, is_streamed=asked.stream, is_scored=asked.is_scored)
+    answer = Answer(asked.for_service(""), print, [request])
     everything = [*prompt, *tokens]
     others = [[(token, -1.0), (5, -2.0), (300, -3.0)] for token in everything[1:]]
     answer.scores[request] = Scores([-1.0] * len(everything[1:]), others)
@@ -44,7 +44,7 @@ def replied(style, prompt, tokens, ends, is_chat=False, **fields):
         stats=STATS,
     )
     chunks = []
-    for end in ends:
+    for shown, end in zip([0, *ends], ends):
         finish = Finish.LENGTH if end == ends[-1] else Finish.RUNNING
         row = dataclasses.replace(
             text,
@@ -53,7 +53,7 @@ def replied(style, prompt, tokens, ends, is_chat=False, **fields):
             log_probs=[-1.0] * end,
             finish=finish,
         )
-        chunks.append(reply.chunk(Chunk.of(request, row, METHOD)))
+        chunks.append(reply.chunk(Chunk.of(request, row, METHOD, shown=shown)))
     return reply.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks if chunk]
 
 

@@ -15,7 +15,17 @@ import pytest
 from specsamp.serving.answer import Busy
 from specsamp.serving.service import Service
 from support import extras
-from support.services import METHOD, PAIR, Gate, make_service, post, request, serving, wait_until
+from support.services import (
+    METHOD,
+    PAIR,
+    Gate,
+    make_service,
+    post,
+    request,
+    serving,
+    submit,
+    wait_until,
+)
 
 pytestmark = extras.needs("starlette", "uvicorn", "pydantic", "prometheus_client")
 if extras.is_here("prometheus_client"):
@@ -263,7 +273,9 @@ def test_clients_take_rows_in_turn(monkeypatch):
     made = Service(PAIR, METHOD, rows=1, context=40, max_waiting=9, max_per_client=6)
 
     def ask(client, number):
-        made.ask(["ab"], 4, client=client, deliver=lambda piece: ended.append(f"{client}{number}"))
+        submit(
+            made, ["ab"], 4, client=client, deliver=lambda piece: ended.append(f"{client}{number}")
+        )
 
     for number in range(6):
         ask("a", number)

@@ -19,6 +19,7 @@ from specsamp.decoding.method import make_method
 from specsamp.serving.prefill import chunk_sizes
 from specsamp.serving.service import Service
 from support.extras import slow_but
+from support.services import submit
 
 V, K = 64, 3
 MODEL = TransformerLM(
@@ -69,10 +70,10 @@ def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
     service = Service(PAIR, method, rows=1, context=240, in_background=False)
     chunks = []
     for prompt in prompts:
-        service.ask([prompt], 8, deliver=chunks.append)
+        submit(service, [prompt], 8, deliver=chunks.append)
         while service.unfinished:
             service._wait()
-            service._slice()
+            service._step()
     assert [chunk.tokens for chunk in chunks] == [
         one.tokens for one in generate(PAIR, prompts, 8, draft_length=0)
     ]

@@ -15,7 +15,7 @@ from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import compiled_programs
-from support.services import CONTEXT, PAIR, alone, compile_all, make_service
+from support.services import CONTEXT, PAIR, alone, compile_all, make_service, submit
 
 METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}))
 
@@ -38,8 +38,8 @@ class Caller:
         self.num_samples = options.get("num_samples", 1)
         numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
         sampling = make_warp({"temperature": 0.0} | numbers)
-        self.answer = service.ask(
-            prompts, budget, deliver=self.pieces.put, sampling=sampling, **options
+        self.answer = submit(
+            service, prompts, budget, deliver=self.pieces.put, sampling=sampling, **options
         )
         self.got = [[] for _ in self.answer.requests]
 
@@ -176,7 +176,7 @@ def test_a_caller_that_raises_holds_up_nobody(service):
     def refuse(piece):
         raise RuntimeError("the event loop is closed")
 
-    service.ask(["a"], None, deliver=refuse, is_streamed=True)
+    submit(service, ["a"], None, deliver=refuse, is_streamed=True)
     assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9))
 
 
@@ -189,4 +189,4 @@ def test_a_service_that_closes_says_so_to_those_who_wait():
         with pytest.raises(Failed, match="the server ends"):
             caller.wait()
     with pytest.raises(Failed, match="the server ends"):
-        made.ask(["a"], 1, deliver=print)
+        submit(made, ["a"], 1, deliver=print)

@@ -35,6 +35,7 @@ from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from specsamp.serving.service import Service
 from support.checkpoint_shapes import CONFIG, random_params
+from support.services import submit
 from support.weights import drawn_params
 
 TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2, num_layers=1))
@@ -104,10 +105,10 @@ def serve(over_both) -> list[list[int]]:
         def fail(chunk):
             raise ConnectionError("gone")
 
-        service.ask([[5, 6]], None, deliver=fail, **fields)
+        submit(service, [[5, 6]], None, deliver=fail, **fields)
         lone = queue.SimpleQueue()
-        answer = service.ask([[6, 5]], None, deliver=lone.put, **fields)
-        service.ask(PROMPTS, 12, num_samples=2, deliver=pieces.put, **fields)
+        answer = submit(service, [[6, 5]], None, deliver=lone.put, **fields)
+        submit(service, PROMPTS, 12, num_samples=2, deliver=pieces.put, **fields)
         lone.get(timeout=300)
         answer.cancel()
         while sum(text[-1] is not None for text in texts.values()) < 10:

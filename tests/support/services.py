@@ -12,6 +12,7 @@ import time
 from specsamp import generate
 from specsamp.decoding.method import make_method
 from specsamp.serving.request_warps import make_warp
+from specsamp.serving.sampling_request import SamplingRequest
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Chunks, Resize, ScoreChunks
 from support.byte_tokenizer import ByteTokenizer
@@ -43,6 +44,12 @@ def make_service():
     return Service(
         PAIR, METHOD, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2
     )
+
+
+def submit(service, prompts, budget, deliver, **options):
+    """Queues a request, and returns its answer."""
+    request = SamplingRequest(prompts=prompts, max_new_tokens=budget, **options)
+    return service.submit(request, deliver)
 
 
 def alone(

@@ -20,6 +20,7 @@ from specsamp.serving.generate_many import generate_many
 from specsamp.serving.service import Service
 from specsamp.training.online import DraftLearner
 from specsamp.training.trainer import TrainConfig
+from support.services import submit
 from support.weights import drawn_params
 
 V, BUDGET, SAMPLING = 6, 12, chain(temperature(0.8))
@@ -137,8 +138,14 @@ def serve(learner, calls, found, **options):
     service.compile()
     service.start()
     for _ in range(calls):
-        answer = service.ask(
-            PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, seed=7, sampling=SAMPLING
+        answer = submit(
+            service,
+            PROMPTS[:4],
+            BUDGET,
+            deliver=found.append,
+            ignore_eos=True,
+            seed=7,
+            sampling=SAMPLING,
         )
         seeds.append({request.seed for request in answer.requests})
         while service.unfinished:
@@ -168,7 +175,7 @@ def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
         raise RuntimeError("no memory is left")
 
     service, _ = serve(fails, 2, found)
-    assert service.learner is None and not service.repeats
+    assert service.delivery.learner is None and not service.repeats
     assert len(known) == 1 and known[0] > 0, "a text is sent before the draft learns from it"
     options = dict(sampling=SAMPLING, draft_length=3, rows=4, stop=[], log=tmp_path / "log")
     queue, got = generate_many(PAIR, PROMPTS, BUDGET, learner=fails, **options), []

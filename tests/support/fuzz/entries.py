@@ -23,6 +23,7 @@ from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fuzz.streams import Different, asks, replay
 from support.services import serving
+from support.services import submit as submit_request
 
 SLICES = 2000  # more than any stream takes
 
@@ -269,7 +270,7 @@ def run_service(stream, service):
                     answers[number].cancel()
             if service.unfinished:
                 service._wait()
-                service._slice()
+                service._step()
             elif len(answers) == len(found):
                 break
         else:
@@ -299,7 +300,8 @@ def has_own_lengths(setting):
 
 def submit(service, ask, deliver):
     seed, _, sample = ask.address
-    return service.ask(
+    return submit_request(
+        service,
         [list(ask.prompt)],
         ask.budget,
         deliver=deliver,

@@ -1,0 +1,116 @@
+"""Turns the requests of callers into requests of the engine of a service."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import jax
+import numpy as np
+
+from specsamp import validate
+from specsamp.decoding.drafter import hooks_of
+from specsamp.decoding.engine import Engine, round_slots
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Request, encode, make_requests, make_stops, with_samples
+from specsamp.decoding.text import Stops
+from specsamp.sampling.grammar import Follow, no_grammar, release
+from specsamp.sampling.grammar import grammar as make_grammar
+from specsamp.sampling.penalties import Yielding
+from specsamp.sampling.warp import Warp, chain
+from specsamp.serving.answer import Answer, TooLong
+from specsamp.serving.prefill import chunk_sizes
+from specsamp.serving.request_warps import exclude_early
+from specsamp.serving.sampling_request import MAX_STOP_IDS, MAX_STOPS, SamplingRequest
+
+
+class Intake:
+    """Checks requests, and adds the warps of a service to their sampling.
+
+    Attributes:
+      engine: with which all requests are decoded.
+    """
+
+    def __init__(self, pair: Pair, method: Method, *, rows: int, context: int, has_grammars: bool):
+        """Makes an engine; arguments are those of `Service`."""
+        self._pair, self._method, self._context = pair, method, context
+        self._has_grammars = has_grammars
+        stops = make_stops(pair, None)
+        self._stop_ids = sorted(stops.ids)
+        self._most_stop_ids = len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS
+        keeps = dict(keep_log_probs=True, keep_rounds=True)
+        loop = method.loop(pair, **keeps)
+        method = self._with_sampling(method.sampling, stops)
+        engine = Engine.create(
+            pair,
+            method,
+            make_requests(pair, method, [[0]], 1, stop=self._stop_ids),
+            batch=rows,
+            spare=pair.shards.count,
+            slots=round_slots(max(context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
+            stop_ids=self._most_stop_ids,
+            **keeps,
+        )
+        self.engine = dataclasses.replace(
+            engine, own_lengths=hooks_of(method.drafter).depth is None
+        )
+
+    def make(self, asked: SamplingRequest, seed: int, answer: Answer) -> list[Request]:
+        """Returns a request for each text.
+
+        Args:
+          seed: instead of the request's.
+          answer: the grammar is kept as long as this object.
+
+        Raises:
+          ValueError: naming the value and the fix.
+        """
+        draft_length = asked.draft_length
+        if draft_length is not None:
+            if not self.engine.own_lengths:
+                raise ValueError(
+                    f"draft_length = {draft_length!r}, but this server drafts trees: leave it out"
+                )
+            most = self._method.drafter.K + 1
+            draft_length = validate.integer("draft_length", draft_length, 0, most)
+        prompts = encode(self._pair, asked.prompts)
+        budgets = [self._budget(asked, index, len(prompt)) for index, prompt in enumerate(prompts)]
+        stop = [*(() if asked.ignore_eos else self._stop_ids), *asked.stop_ids, *asked.stop]
+        stops = make_stops(self._pair, stop, asked.min_tokens)
+        follow = None
+        if asked.grammar is not None:
+            if not self._has_grammars:
+                raise ValueError("grammars are not served here: start the server with --grammars")
+            follow = make_grammar(self._pair.tokenizer, *asked.grammar, ends=sorted(stops.ids))
+            weakref.finalize(answer, release, follow)
+        sampling = self._method.sampling if asked.sampling is None else asked.sampling
+        method = self._with_sampling(sampling, stops, follow)
+        requests = make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stops)
+        shapes = [jax.tree.map(np.shape, one.sampling) for one in (requests[0], self.engine.idle)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"sampling must be of the kinds of warps in {self._method.sampling!r}; got "
+                f"{asked.sampling!r}"
+            )
+        for request in requests:
+            request.draft_length = draft_length
+        return with_samples(requests, asked.num_samples)
+
+    def _with_sampling(self, sampling: Warp, stops: Stops, follow: Follow | None = None) -> Method:
+        """Returns the method with this sampling, after warps that follow a grammar, and exclude
+        stop tokens from the start.
+        """
+        early = exclude_early(stops, self._most_stop_ids)
+        first = [follow or no_grammar(), Yielding(early)] if self._has_grammars else [early]
+        return dataclasses.replace(self._method, sampling=chain(*first, sampling))
+
+    def _budget(self, asked: SamplingRequest, index: int, length: int) -> int:
+        """Returns the budget of a prompt, at most the rest of the context."""
+        room = self._context - length
+        if room < 1:
+            raise TooLong(
+                f"prompt {index} has {length} tokens, of {self._context} for prompt and text: "
+                "shorten it"
+            )
+        return room if asked.max_new_tokens is None else min(asked.max_new_tokens, room)
