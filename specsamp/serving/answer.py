@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class Answer:
       asked: the request of the caller.
       deliver: takes chunks and failures.
       requests: of the call, in order of prompts and samples.
+      arrived: when the caller came, by `time.monotonic` of process 0.
       scores: of the finished texts, if they are scored.
       number: its name in all processes; None: there is one process.
       has_left: whether the caller has cancelled it.
@@ -50,6 +52,7 @@ class Answer:
     asked: SamplingRequest
     deliver: Callable[[Chunk | Failed], None]
     requests: Sequence[Request] = ()
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
     scores: dict[Request, Scores] = dataclasses.field(default_factory=dict)
     number: int | None = None
     has_left: bool = False
@@ -81,7 +84,8 @@ class Answer:
 
     def entries(self) -> list[Entry]:
         """Returns an entry of the scheduler for each text."""
-        return [Entry(request, self.asked.client, self) for request in self.requests]
+        told = dict(client=self.asked.client, priority=self.asked.priority, arrived=self.arrived)
+        return [Entry(request, answer=self, **told) for request in self.requests]
 
     def copy(self) -> Answer:
         """Returns the answer for another process, which does not have the caller."""

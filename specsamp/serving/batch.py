@@ -19,6 +19,7 @@ from specsamp.decoding.engine import MANY_ROUNDS, Engine
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.serving.learner import Learner
+from specsamp.serving.orders import FirstCome, Order
 from specsamp.serving.prefill import Prefill, chunk_sizes
 from specsamp.serving.runner import Runner
 from specsamp.serving.scheduler import Entry, Scheduler, Stage
@@ -75,6 +76,7 @@ class Batch:
         rounds: int | None = None,
         in_background: bool = False,
         together: int = 1,
+        order: Order = FirstCome(),
     ):
         """Makes a batch without a state, which `fill` begins.
 
@@ -85,6 +87,7 @@ class Batch:
             read whole.
           in_background: whether sizes are compiled during decoding.
           together: number of prompts that are read in one call, per data shard.
+          order: of the requests; it may learn, so that each batch needs its own.
         """
         loop, self._shards = engine.loop, engine.pair.shards.count
         most = -(-rows // self._shards)
@@ -96,7 +99,7 @@ class Batch:
         size = Size(all_rows[0], all_slots[0])
         self._chunks = chunks = [min(count, size.slots) for count in chunk_sizes()]
         self._widths = sorted({1, min(together, size.rows)})
-        self.usage, self.scheduler = Usage(most * self._shards), Scheduler()
+        self.usage, self.scheduler = Usage(most * self._shards), Scheduler(order)
         self.runner = Runner(engine, size, widths=self._widths, chunks=chunks)
         self.sizes = Sizes(
             rows=all_rows,
@@ -130,12 +133,25 @@ class Batch:
         self.runner.begin()
         if not self.prefill.entries:
             self._fit()
+            if self.scheduler.order.preempts:
+                self._displace()
         budget = self.prefill.budget
         while self.prefill.entries or self._admit():
             if self.prefill.entries:
                 budget -= self.prefill.read()
             if budget <= 0 and self.table.decoding:
                 return
+
+    def _displace(self) -> None:
+        """Preempts a text of each data shard without a free row, if the next request goes first."""
+        for shard in range(self._shards):
+            newcomer = self.scheduler.next(shard, self._fits)
+            if newcomer is None or self.table.free(shard):
+                continue
+            entries = {self.table.entries[row]: row for row in self.table.rows(shard)}
+            entry = self.scheduler.displaced(newcomer, entries)
+            if entry is not None:
+                self._preempt(entries[entry], entry, after=newcomer)
 
     def run(self) -> None:
         """Starts a run of the loop: until as many rows have ended as there are data shards, or its
@@ -183,6 +199,8 @@ class Batch:
                 self.table.hold(row, (*entry.request.prompt, *text.tokens)[: held_B[row]])
                 if text.finish == Finish.RUNNING:
                     continue
+                entry.length = len(entry.request.prompt) + len(text.tokens)
+                self.scheduler.order.finish(entry)
                 self._ended += 1
                 self._rounds_of_ended += text.stats.rounds
                 lost += entry.rounds - text.stats.rounds
@@ -227,11 +245,14 @@ class Batch:
             self.runner.resize(self.table.resize(size), size)
         for row, entry in self.table.decoding:
             if not self._fits(entry):
-                shard = row // self.table.size.rows
-                self.scheduler.preempt(entry, shard, self.runner.set_aside(row))
-                self.table.entries[row] = None
-                self._clear(row)
-                self.usage.preempted += 1
+                self._preempt(row, entry)
+
+    def _preempt(self, row: int, entry: Entry, after: Entry | None = None) -> None:
+        shard = row // self.table.size.rows
+        self.scheduler.preempt(entry, shard, self.runner.set_aside(row), after)
+        self.table.entries[row] = None
+        self._clear(row)
+        self.usage.preempted += 1
 
     def _fits(self, entry: Entry) -> bool:
         return self.sizes.slots_for(entry) <= self.table.size.slots

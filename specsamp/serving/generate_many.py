@@ -13,15 +13,18 @@ from typing import Unpack
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Decoding, make_method
+from specsamp.decoding.engine import Engine, context_of
+from specsamp.decoding.method import Decoding, Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Completion, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.serving.batch import Batch
 from specsamp.serving.completion_log import CompletionLog
+from specsamp.serving.intake import Intake
 from specsamp.serving.learner import Learner, check_learner
+from specsamp.serving.orders import FirstCome, Order
+from specsamp.serving.sampling_request import SamplingRequest
 from specsamp.serving.scheduler import Entry
 
 DEFAULT_ROWS = 8
@@ -32,12 +35,13 @@ MAX_TEXTS = 1 << 22  # the most completions of a call: each has a request on the
 
 def generate_many(
     pair: Pair,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Sequence[SamplingRequest],
     max_new_tokens: int | Sequence[int] = 128,
     *,
     rows: int = DEFAULT_ROWS,
     log: CompletionLog | str | os.PathLike | None = None,
     learner: Learner | None = None,
+    order: Order = FirstCome(),
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
@@ -53,6 +57,8 @@ def generate_many(
     in `generate`.
 
     Args:
+      prompts: as in `generate`; or requests with sampling, seeds and ends of their own, whose texts
+        are those of `Service`. Prompts are numbered over all requests then.
       rows: texts that are decoded together; rounded up to a multiple of the data shards.
       log: a file of completions, or its path: completions are added to it, and are not decoded
         again by the next run. With a path, all parameters are read once, so that a file of other
@@ -63,6 +69,9 @@ def generate_many(
         their noise. An error of the learner ends the queue after the completions before it were
         logged and returned.
 
+      order: of the requests, such as `specsamp.serving.orders.ShortestFirst`. It may learn, so that
+        each call needs its own.
+
     Returns:
       An iterator of completions, whose `Queue.usage` has the counts of busy rows.
 
@@ -72,13 +81,29 @@ def generate_many(
     use_compilation_cache()
     rows = validate.integer("rows", rows, 1)
     method = make_method(pair, **decoding)
-    requests = make_requests(
-        pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids
-    )
-    check_learner(learner, method, [request.prompt_id for request in requests])
-    num_samples = validate.integer("num_samples", num_samples, 1)
-    validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
-    requests = with_samples(requests, num_samples)
+    validate.instance("order", order, Order, "ShortestFirst()")
+    if (
+        validate.is_list(prompts)
+        and len(prompts)
+        and all(isinstance(one, SamplingRequest) for one in prompts)
+    ):
+        of_prompts = max_new_tokens, log, seed, stop, num_samples, prompt_ids
+        if of_prompts != (128, None, 0, None, 1, None):
+            raise ValueError(
+                "sampling requests have budgets, seeds, stops and samples of their own: leave out "
+                "max_new_tokens, log, seed, stop, num_samples and prompt_ids"
+            )
+        method, requests = _make_all(pair, method, prompts, learner is not None)
+    else:
+        requests = make_requests(
+            pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids
+        )
+        num_samples = validate.integer("num_samples", num_samples, 1)
+        validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
+        check_learner(learner, method, [request.prompt_id for request in requests])
+        requests = with_samples(requests, num_samples)
+    for request in requests:
+        order.check(request)
     rows = min(rows, len(requests))
     spare = TOGETHER * pair.shards.count
     engine = Engine.create(
@@ -89,7 +114,26 @@ def generate_many(
             raise ValueError("a log cannot distinguish grammars: leave out log, or the grammar")
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
         log.open(engine, requests)
-    return Queue(engine, requests, Batch(engine, rows=rows, together=TOGETHER), log, learner)
+    if any(request.draft_length is not None for request in requests):
+        engine = dataclasses.replace(engine, own_lengths=True)
+    batch = Batch(engine, rows=rows, together=TOGETHER, order=order)
+    return Queue(engine, requests, batch, log, learner)
+
+
+def _make_all(
+    pair: Pair, method: Method, asked: Sequence[SamplingRequest], learns: bool
+) -> tuple[Method, list[Request]]:
+    """Returns the method and the requests of a service, with prompts numbered over all requests."""
+    context = context_of(pair, method.drafter, "context", None)
+    has_grammars = any(one.grammar is not None for one in asked)
+    intake = Intake(pair, method, context=context, has_grammars=has_grammars, learns=learns)
+    requests, count = [], 0
+    for one in asked:
+        for request in intake.make(one, one):
+            request.prompt_index += count
+            requests.append(request)
+        count += len(one.prompts)
+    return intake.method, requests
 
 
 class Queue(Iterator[Completion]):
@@ -159,6 +203,8 @@ class Queue(Iterator[Completion]):
             ended = []
             while True:
                 if batch.scheduler.waiting:
+                    if batch.scheduler.order.preempts:
+                        batch.scheduler.sort()
                     batch.fill()
                 is_running = any(batch.table.entries)
                 if is_running:

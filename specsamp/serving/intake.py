@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +21,7 @@ from specsamp.sampling.grammar import Follow, no_grammar, release
 from specsamp.sampling.grammar import grammar as make_grammar
 from specsamp.sampling.penalties import Yielding
 from specsamp.sampling.warp import Warp, chain
-from specsamp.serving.answer import Answer, TooLong
+from specsamp.serving.answer import TooLong
 from specsamp.serving.prefill import chunk_sizes
 from specsamp.serving.request_warps import exclude_early
 from specsamp.serving.sampling_request import MAX_STOP_IDS, MAX_STOPS, SamplingRequest
@@ -29,50 +31,61 @@ class Intake:
     """Checks requests, and adds the warps of a service to their sampling.
 
     Attributes:
-      engine: with which all requests are decoded.
+      method: with the warps of a service.
+      repeats: whether a seed gives the same text again. It does not if the draft is updated or
+        depends on other texts, unless the rule ignores drafts; the seeds of requests are not used
+        then.
     """
 
-    def __init__(self, pair: Pair, method: Method, *, rows: int, context: int, has_grammars: bool):
-        """Makes an engine; arguments are those of `Service`."""
-        self._pair, self._method, self._context = pair, method, context
+    def __init__(
+        self, pair: Pair, method: Method, *, context: int, has_grammars: bool, learns: bool
+    ):
+        """Takes the arguments of `Service`, and whether the draft is updated."""
+        self._pair, self._sampling, self._context = pair, method.sampling, context
         self._has_grammars = has_grammars
         stops = make_stops(pair, None)
         self._stop_ids = sorted(stops.ids)
         self._most_stop_ids = len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS
+        hooks = hooks_of(method.drafter)
+        self.repeats = method.rule.draft_independent or (hooks.row_independent and not learns)
+        self._own_lengths = hooks.depth is None
+        self.method = method
+        self.method = self._with_sampling(method.sampling, stops)
+        (self._example,) = make_requests(pair, self.method, [[0]], 1, stop=stops)
+
+    def engine(self, rows: int) -> Engine:
+        """Returns an engine for all requests."""
         keeps = dict(keep_log_probs=True, keep_rounds=True)
-        loop = method.loop(pair, **keeps)
-        method = self._with_sampling(method.sampling, stops)
+        loop = self.method.loop(self._pair, **keeps)
+        slots = max(self._context + max(loop.headroom, chunk_sizes()[0]), loop.window)
         engine = Engine.create(
-            pair,
-            method,
-            make_requests(pair, method, [[0]], 1, stop=self._stop_ids),
+            self._pair,
+            self.method,
+            [self._example],
             batch=rows,
-            spare=pair.shards.count,
-            slots=round_slots(max(context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
+            spare=self._pair.shards.count,
+            slots=round_slots(slots),
             stop_ids=self._most_stop_ids,
             **keeps,
         )
-        self.engine = dataclasses.replace(
-            engine, own_lengths=hooks_of(method.drafter).depth is None
-        )
+        return dataclasses.replace(engine, own_lengths=self._own_lengths)
 
-    def make(self, asked: SamplingRequest, seed: int, answer: Answer) -> list[Request]:
+    def make(self, asked: SamplingRequest, owner: Any) -> list[Request]:
         """Returns a request for each text.
 
         Args:
-          seed: instead of the request's.
-          answer: the grammar is kept as long as this object.
+          owner: the grammar is kept as long as this object.
 
         Raises:
           ValueError: naming the value and the fix.
         """
         draft_length = asked.draft_length
         if draft_length is not None:
-            if not self.engine.own_lengths:
+            if not self._own_lengths:
                 raise ValueError(
                     f"draft_length = {draft_length!r}, but this server drafts trees: leave it out"
                 )
-            most = self._method.drafter.K + 1
+            most = self.method.drafter.K + 1
             draft_length = validate.integer("draft_length", draft_length, 0, most)
         prompts = encode(self._pair, asked.prompts)
         budgets = [self._budget(asked, index, len(prompt)) for index, prompt in enumerate(prompts)]
@@ -83,14 +96,18 @@ class Intake:
             if not self._has_grammars:
                 raise ValueError("grammars are not served here: start the server with --grammars")
             follow = make_grammar(self._pair.tokenizer, *asked.grammar, ends=sorted(stops.ids))
-            weakref.finalize(answer, release, follow)
-        sampling = self._method.sampling if asked.sampling is None else asked.sampling
+            weakref.finalize(owner, release, follow)
+        sampling = self._sampling if asked.sampling is None else asked.sampling
         method = self._with_sampling(sampling, stops, follow)
+        # A draft that was updated with a text, or looks in it, depends on its random numbers. If
+        # they verified proposals of this draft again, texts would not follow the target; and
+        # callers repeat seeds.
+        seed = asked.seed if self.repeats else secrets.randbits(64)
         requests = make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stops)
-        shapes = [jax.tree.map(np.shape, one.sampling) for one in (requests[0], self.engine.idle)]
+        shapes = [jax.tree.map(np.shape, one.sampling) for one in (requests[0], self._example)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"sampling must be of the kinds of warps in {self._method.sampling!r}; got "
+                f"sampling must be of the kinds of warps in {self._sampling!r}; got "
                 f"{asked.sampling!r}"
             )
         for request in requests:
@@ -103,7 +120,7 @@ class Intake:
         """
         early = exclude_early(stops, self._most_stop_ids)
         first = [follow or no_grammar(), Yielding(early)] if self._has_grammars else [early]
-        return dataclasses.replace(self._method, sampling=chain(*first, sampling))
+        return dataclasses.replace(self.method, sampling=chain(*first, sampling))
 
     def _budget(self, asked: SamplingRequest, index: int, length: int) -> int:
         """Returns the budget of a prompt, at most the rest of the context."""

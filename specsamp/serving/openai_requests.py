@@ -31,7 +31,12 @@ from pydantic import (
 from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp
 from specsamp.serving.request_warps import ALL_TOKENS, MAX_BIASES, NEUTRAL, make_warp
-from specsamp.serving.sampling_request import MAX_STOP_IDS, MAX_STOPS, SamplingRequest
+from specsamp.serving.sampling_request import (
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MOST_PRIORITY,
+    SamplingRequest,
+)
 from specsamp.serving.scores import MOST_TOPS
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; an answer in a chat has as many as there is room for
@@ -257,6 +262,7 @@ class GenerationRequest(_Fields):
     draft_length: int | None = _integer(None, 0, 1024)
     mark_drafted: bool = _switch()
     seed: int | None = _integer(None, 0, MAX_SEED)
+    priority: int = _integer(0, -MOST_PRIORITY, MOST_PRIORITY)
     stop: StopText | list[StopText] = Field(
         [],
         max_length=MAX_STOPS,
@@ -324,6 +330,7 @@ class GenerationRequest(_Fields):
             is_streamed=self.stream,
             is_scored=self.is_scored,
             client=client,
+            priority=self.priority,
         )
 
 

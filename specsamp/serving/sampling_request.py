@@ -12,6 +12,7 @@ from specsamp.sampling.warp import Warp
 
 MAX_STOPS = 32  # stop strings of a request; tasks of lm-eval send up to 6
 MAX_STOP_IDS = 16  # stop tokens of a request
+MOST_PRIORITY = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class SamplingRequest:
       is_scored: whether to score prompts and texts (`specsamp.serving.scores`); the last chunk of
         each text is delivered after its scores, and texts are not streamed.
       client: name of the caller; clients get free rows in turn.
+      priority: smaller numbers go first, and with `specsamp.serving.orders.ShortestFirst` preempt.
 
     Raises:
       ValueError: naming the value and the fix.
@@ -54,6 +56,7 @@ class SamplingRequest:
     is_streamed: bool = False
     is_scored: bool = False
     client: str = ""
+    priority: int = 0
 
     def __post_init__(self):
         lists = {"prompts": self.prompts, "stop": self.stop, "stop_token_ids": self.stop_ids}
@@ -68,3 +71,4 @@ class SamplingRequest:
             validate.integer("max_tokens", self.max_new_tokens, 1)
         validate.integer("min_tokens", self.min_tokens, 0)
         validate.integer("num_samples", self.num_samples, 1)
+        validate.integer("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY + 1)

@@ -9,7 +9,8 @@ The life of a request:
                  of the same data shard.
     finished     has its whole text, was cancelled, or has failed; its row is free.
 
-A request is preempted if its text outgrows the slots of its row. It resumes with the same tokens.
+A request is preempted if its text outgrows the slots of its row, or for a request that an order
+(`specsamp.serving.orders`) ranks before it. It resumes with the same tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+from specsamp.serving.orders import Order
 
 if TYPE_CHECKING:
     from specsamp.decoding.request import Request
@@ -41,6 +44,8 @@ class Entry:
     Attributes:
       request: the sequence to decode.
       client: name of the caller.
+      priority: smaller numbers go first.
+      arrived: time of arrival in seconds, of the clock of process 0.
       answer: the answer of a service that the text belongs to (`specsamp.serving.answer`).
       stage: the present stage.
       rounds: rounds so far, updated after each step.
@@ -53,6 +58,8 @@ class Entry:
 
     request: Request
     client: str = ""
+    priority: int = 0
+    arrived: float = 0.0
     answer: Any = None
     stage: Stage = Stage.QUEUED
     rounds: int = 0
@@ -65,6 +72,11 @@ class Entry:
     def __post_init__(self):
         self.length = self.length or len(self.request.prompt)
 
+    @property
+    def emitted(self) -> int:
+        """Returns the number of tokens of the text so far."""
+        return self.length - len(self.request.prompt)
+
 
 class Scheduler:
     """Holds the unfinished requests. Only lists and stages change here, no rows.
@@ -73,23 +85,34 @@ class Scheduler:
     leaves the last.
 
     Attributes:
+      order: ranks the requests.
       waiting: queued and preempted requests, the next one first.
       active: requests that are prefilling or decoding.
     """
 
-    def __init__(self):
+    def __init__(self, order: Order):
+        self.order = order
         self.waiting: list[Entry] = []
         self.active: list[Entry] = []
 
     def sort(self) -> None:
-        """Puts preempted requests first, then requests of clients with fewer active ones."""
+        """Sorts waiting requests by priority, clients in turn, and rank.
+
+        A client with fewer active requests goes first. So do preempted requests, unless the order
+        preempts.
+        """
         counts = collections.Counter(entry.client for entry in self.active)
         turns = {}
-        for entry in self.waiting:
-            is_preempted = entry.stage == Stage.PREEMPTED
-            turns[entry] = 0 if is_preempted else 1 + counts[entry.client]
+        for entry in sorted(self.waiting, key=self.order.rank):
+            is_first = entry.stage == Stage.PREEMPTED and not self.order.preempts
+            turns[entry] = entry.priority, 0 if is_first else 1 + counts[entry.client]
             counts[entry.client] += 1
-        self.waiting.sort(key=turns.__getitem__)
+        self.waiting[:] = sorted(turns, key=turns.__getitem__)
+
+    def displaced(self, newcomer: Entry, decoding: Iterable[Entry]) -> Entry | None:
+        """Returns the decoding request that is preempted for a waiting one, or None."""
+        last = max(decoding, key=lambda entry: (entry.priority, self.order.rank(entry)))
+        return last if self.order.is_displaced(last, newcomer) else None
 
     def next(
         self, shard: int, fits: Callable[[Entry], bool], *, can_resume: bool = True
@@ -109,10 +132,12 @@ class Scheduler:
         """Begins to decode a request whose prompt was read."""
         entry.stage = Stage.DECODING
 
-    def preempt(self, entry: Entry, shard: int, kept: Any) -> None:
-        """Returns a decoding request to the front of the queue, with its row in host memory."""
+    def preempt(self, entry: Entry, shard: int, kept: Any, after: Entry | None = None) -> None:
+        """Returns a decoding request to the front of the queue, with its row in host memory; or
+        behind the request ``after``, which takes its row.
+        """
         entry.stage, entry.shard, entry.kept = Stage.PREEMPTED, shard, kept
-        self.waiting.insert(0, entry)
+        self.waiting.insert(0 if after is None else self.waiting.index(after) + 1, entry)
         self.active.remove(entry)
 
     def resume(self, entry: Entry) -> None:

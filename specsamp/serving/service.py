@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,6 @@ from absl import logging
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.drafter import hooks_of
 from specsamp.decoding.engine import context_of
 from specsamp.decoding.method import EXAMPLE, Method, make_method
 from specsamp.decoding.pair import Pair
@@ -42,6 +40,7 @@ from specsamp.serving.answer import Answer, Busy, Failed, News, Unmet
 from specsamp.serving.batch import Batch
 from specsamp.serving.intake import Intake
 from specsamp.serving.learner import Learner, check_learner
+from specsamp.serving.orders import FirstCome, Order
 from specsamp.serving.sampling_request import SamplingRequest
 from specsamp.serving.scheduler import Entry
 from specsamp.serving.scores import Scores
@@ -56,9 +55,7 @@ class Service:
       pair: the models.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
-      repeats: whether a seed gives the same text again. It does not if the draft is updated or
-        depends on other texts, unless the rule ignores drafts; the seeds of requests are not used
-        then.
+      repeats: whether a seed gives the same text again, see `Intake`.
       capacity: the most unfinished texts.
       max_per_client: the most unfinished texts of a client.
       batch: the rows and their counts; the service's thread changes it.
@@ -78,6 +75,7 @@ class Service:
         rounds_per_slice: int = 4,
         in_background: bool = True,
         learner: Learner | None = None,
+        order: Order = FirstCome(),
         has_grammars: bool = False,
     ):
         """Makes a service, which `start` begins.
@@ -93,6 +91,7 @@ class Service:
           in_background: whether programs of further sizes are compiled during decoding; never on a
             mesh.
           learner: see `specsamp.serving.generate_many`.
+          order: of the requests; it may learn, so that each service needs its own.
           has_grammars: whether requests may have grammars; programs are not kept in the
             compilation cache then.
 
@@ -114,17 +113,20 @@ class Service:
         validate.instance("method", method, Method, EXAMPLE)
         self.pair, self.method = pair, make_method(pair, method=method)
         check_learner(learner, method)
-        is_alone = learner is None and hooks_of(method.drafter).row_independent
-        self.repeats = is_alone or method.rule.draft_independent
+        validate.instance("order", order, Order, "ShortestFirst()")
         self.context = context_of(pair, method.drafter, "context", context)
+        learns = learner is not None
         self._intake = Intake(
-            pair, self.method, rows=rows, context=self.context, has_grammars=has_grammars
+            pair, self.method, context=self.context, has_grammars=has_grammars, learns=learns
         )
         # On a mesh, programs of two threads could run in another order on each device.
         in_background = in_background and pair.shards.mesh is None
-        engine = self._intake.engine
-        self.batch = Batch(engine, rows=rows, rounds=rounds, in_background=in_background)
+        engine = self._intake.engine(rows)
+        self.batch = Batch(
+            engine, rows=rows, rounds=rounds, in_background=in_background, order=order
+        )
         self.batch.sizes.programs.notify = self._wake
+        self.repeats = self._intake.repeats
         self.delivery = Delivery(self.batch, self.method, learner)
         self.capacity = self.batch.usage.rows + max_waiting
         most = self.capacity if max_per_client is None else max_per_client
@@ -186,13 +188,11 @@ class Service:
                 "fewer"
             )
         self._check_room(count, request.client)  # before prompts are encoded, which takes time
-        # A draft that was updated with a text, or looks in it, depends on its random numbers. If
-        # they verified proposals of this draft again, texts would not follow the target; and
-        # callers repeat seeds.
-        seed = request.seed if self.repeats else secrets.randbits(64)
         number = next(self._numbers) if self._is_shared else None
         answer = Answer(request, deliver, number=number)
-        answer.requests = self._intake.make(request, seed, answer)
+        answer.requests = self._intake.make(request, answer)
+        for each in answer.requests:
+            self.batch.scheduler.order.check(each)
         with self._changed:
             self._check_room(count, request.client)
             self._inbox += answer.entries()

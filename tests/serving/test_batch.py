@@ -7,6 +7,8 @@ import functools
 import queue
 import threading
 
+import jax
+import numpy as np
 import pytest
 
 from specsamp import Pair, chain, generate, temperature
@@ -17,6 +19,7 @@ from specsamp.decoding.method import Method, head_drafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.serving import batch, sizes
+from specsamp.serving.orders import ShortestFirst
 from specsamp.serving.runner import Runner
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Size
@@ -101,6 +104,10 @@ class Texts:
             seed=number,
             deliver=lambda piece: self.pieces.put((number, piece)),
         )
+
+    def step(self):
+        self.service._wait()
+        self.service._step()
 
     def check(self):
         """Waits for the texts that were asked for, and compares them."""
@@ -194,6 +201,40 @@ def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
                 texts.batch.prefill.tokens_read - read,
             )
             assert (copied > 30 and read < 130) if reused else (copied == 0 and read > 150)
+
+
+@pytest.mark.parametrize("kind", slow_but([*PAIRS], "model"))
+def test_preempted_text_is_that_of_generate_after_shorter_ones(small, monkeypatch, kind):
+    """A long text gives up its row to each of two short ones, which come later."""
+    order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
+    texts = Texts(kind, rows=1, in_background=False, order=order)
+    for prompt, budget in (([1, 2, 3], 90), ([4] * 7, 5), ([5, 1], 9)):
+        texts.ask(prompt, budget)
+        for _ in range(5):
+            texts.step()
+    while texts.service.unfinished:
+        texts.step()
+    ended = [texts.pieces.get() for _ in range(3)]
+    assert [number for number, _ in ended] == [1, 2, 0] and texts.batch.usage.preempted == 2
+    for piece in ended:
+        texts.pieces.put(piece)
+    texts.check()
+    if kind == "model":  # the control: a cache that gets lost shows
+        keep = Runner.set_aside
+        lost = functools.partial(jax.tree.map, np.zeros_like)
+
+        def lose(*of):
+            rows = keep(*of)
+            return dataclasses.replace(rows, cache=lost(rows.cache))
+
+        monkeypatch.setattr(Runner, "set_aside", lose)
+        for prompt, budget in (([1, 2, 3], 90), ([4] * 7, 5)):
+            texts.ask(prompt, budget)
+            texts.step()
+        while texts.service.unfinished:
+            texts.step()
+        with pytest.raises(AssertionError):
+            texts.check()
 
 
 def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):

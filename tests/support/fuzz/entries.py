@@ -19,6 +19,7 @@ from specsamp.decoding.method import make_method
 from specsamp.serving import batch as batch_module
 from specsamp.serving import sizes
 from specsamp.serving.answer import Failed
+from specsamp.serving.orders import FirstCome, ShortestFirst
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fuzz.streams import Different, asks, replay
@@ -117,7 +118,7 @@ def queue(stream):
         compare(
             stream,
             found,
-            list(generate_many(pair, rows=stream.rows, **arguments)),
+            list(generate_many(pair, rows=stream.rows, order=order_of(stream), **arguments)),
             begins,
             num_samples,
         )
@@ -211,7 +212,14 @@ def check_beginning(stream, ask, tokens):
         )
 
 
-def make_service(setting, rows):
+def order_of(stream):
+    """Returns an order; in every other stream, one that preempts for any shorter text."""
+    if stream.turn % 2:
+        return FirstCome()
+    return ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0, worth=0)
+
+
+def make_service(setting, rows, order=FirstCome()):
     pair, options = setting.decoding
     method = make_method(pair, sampling=make_warp({}), **options)
     return Service(
@@ -222,6 +230,7 @@ def make_service(setting, rows):
         max_waiting=64,
         rounds_per_slice=2,
         in_background=False,
+        order=order,
     )
 
 
@@ -241,7 +250,7 @@ def service(stream):
     between slices.
     """
     with small_sizes():
-        run_service(stream, make_service(stream.setting, stream.rows))
+        run_service(stream, make_service(stream.setting, stream.rows, order_of(stream)))
 
 
 def run_service(stream, service):
@@ -313,6 +322,7 @@ def submit(service, ask, deliver):
         num_samples=sample + 1,
         is_streamed=ask.drawn.tokens % 2 == 0,
         client=str(ask.drawn.tokens % 3),
+        priority=ask.drawn.tokens % 2,
     )
 
 

@@ -1,0 +1,185 @@
+"""Decisions about requests on the host: orders, rows, chunks and sizes, without a device."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from specsamp import NoDrafter
+from specsamp.decoding.request import Request
+from specsamp.serving import scheduler as module
+from specsamp.serving.orders import FirstCome, Nearest, ShortestFirst
+from specsamp.serving.prefill import plan
+from specsamp.serving.scheduler import Entry, Scheduler, Stage
+from specsamp.serving.sizes import PATIENCE, Background, Chunks, Resize, Size, Sizes
+from specsamp.serving.slots import SlotTable
+
+
+def entry(length=4, budget=100, **fields):
+    return Entry(Request(prompt=(1,) * length, max_new_tokens=budget), **fields)
+
+
+def scheduler_of(*entries, order=FirstCome()):
+    scheduler = Scheduler(order)
+    scheduler.waiting += entries
+    scheduler.sort()
+    return scheduler
+
+
+def decode(scheduler, *entries):
+    for one in entries:
+        scheduler.admit(one)
+        scheduler.start(one)
+
+
+def test_docstring_has_the_stages_of_the_enum():
+    named = re.findall(r"^    (\w+)  ", module.__doc__, re.M)
+    assert named == [stage.value for stage in Stage]
+
+
+def test_scheduler_loads_no_jax():
+    code = "import sys, specsamp.serving.scheduler; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_request_lives_from_queued_to_finished():
+    first, second = entry(), entry()
+    scheduler = scheduler_of(first, second)
+    scheduler.admit(first)
+    assert first.stage == Stage.PREFILLING and scheduler.waiting == [second]
+    scheduler.start(first)
+    scheduler.preempt(first, shard=1, kept="row")
+    assert scheduler.waiting == [first, second] and not scheduler.active
+    assert scheduler.next(0, lambda _: True) is second, "the row of another shard"
+    assert scheduler.next(1, lambda _: True) is first
+    assert scheduler.next(1, lambda _: True, can_resume=False) is second
+    scheduler.resume(first)
+    assert first.stage == Stage.DECODING and first.kept is None
+    for one in (first, second):
+        scheduler.finish(one)
+    assert not scheduler.active and not scheduler.waiting and second.stage == Stage.FINISHED
+
+
+def test_clients_take_turns_after_preempted_texts_and_priorities():
+    a, b, c = (entry(client="a") for _ in range(3))
+    other, urgent = entry(client="b"), entry(client="a", priority=-1)
+    scheduler = scheduler_of(a, b, c, other, urgent)
+    assert scheduler.waiting == [urgent, a, other, b, c]
+    decode(scheduler, a)
+    scheduler.sort()
+    assert scheduler.waiting == [urgent, other, b, c]
+    scheduler.preempt(a, 0, None)
+    scheduler.sort()
+    assert scheduler.waiting == [urgent, a, other, b, c]
+
+
+def test_shortest_text_goes_first_and_preempts_longer_ones():
+    order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0, worth=16)
+    long, short, middle = entry(budget=100), entry(budget=10), entry(budget=90)
+    scheduler = scheduler_of(long, short, middle, order=order)
+    assert scheduler.waiting == [short, middle, long]
+    decode(scheduler, long)
+    assert scheduler.displaced(short, [long]) is long
+    assert scheduler.displaced(middle, [long]) is None, "it is not shorter by 16 tokens"
+    middle.priority = -1
+    assert scheduler.displaced(middle, [long]) is long
+    scheduler.preempt(long, 0, None, after=short)
+    assert scheduler.waiting == [short, long, middle], "not before the request that takes its row"
+    long.length += 95
+    assert order.rank(long) == 5
+
+
+def test_first_come_preempts_nothing_even_for_priority():
+    running, urgent = entry(), entry(priority=-5)
+    assert scheduler_of(urgent).displaced(urgent, [running]) is None
+
+
+@pytest.mark.parametrize("aging, first", [(9.4, "short"), (9.6, "long")])
+def test_waiting_counts_as_tokens(aging, first):
+    """The short text has 38 tokens less, and comes 4 seconds later."""
+    order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=aging)
+    long, short = entry(budget=40), entry(budget=2, arrived=4.0)
+    assert (scheduler_of(long, short, order=order).waiting[0] is short) == (first == "short")
+
+
+def test_lengths_are_learned_from_near_prompts():
+    random, nearest = np.random.default_rng(0), Nearest()
+
+    def request(kind):
+        least = 0 if kind == "short" else 50
+        return Request(prompt=tuple(random.integers(least, least + 50, 20)), max_new_tokens=300)
+
+    assert nearest.predict(request("short")) == 300, "the budget, before any text has ended"
+    for _ in range(10):
+        nearest.learn(request("short"), 10)
+        nearest.learn(request("long"), 200)
+    assert (nearest.predict(request("short")), nearest.predict(request("long"))) == (10, 200)
+    order = ShortestFirst()
+    ended = entry(budget=50)
+    ended.length += 7
+    order.finish(ended)
+    assert order.rank(entry(budget=50)) == 7
+    ended.length += 3
+    assert order.rank(ended) == 40, "the budget, for a text that is longer than predicted"
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: ShortestFirst(predictor=3), "predictor must be a function of a request; got 3"),
+        (lambda: ShortestFirst(aging=-1), "aging must be a number from 0; got -1"),
+        (
+            lambda: ShortestFirst(predictor=lambda _: "ten").check(entry().request),
+            "the predictor's number of tokens must be a number from 0; got 'ten'",
+        ),
+    ],
+)
+def test_wrong_order_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "left, slots, is_whole, planned",
+    [
+        ([(5, 0), (60, 0)], 128, False, (64, 1)),
+        ([(5, 0)], 128, False, (16, 1)),
+        ([(100, 0)], 128, False, (64, 1)),
+        ([(40, 80)], 128, False, (16, 1)),  # 64 would end at 144
+        ([(100, 0)], 128, True, (64, 2)),
+        ([(90, 0), (50, 40)], 128, True, (64, 1)),  # two calls of both would end at 168
+    ],
+)
+def test_chunks_fit_the_slots_of_every_row(left, slots, is_whole, planned):
+    assert plan(left, (16, 64), slots, is_whole) == planned
+
+
+def test_rows_are_taken_from_the_oldest_texts_and_lend_their_prefixes():
+    table = SlotTable(Size(rows=3, slots=64), 2, NoDrafter())
+    table.hold(1, range(20))
+    table.hold(0, [*range(10), 99, 98, 97])
+    assert table.free(0) == [2, 1, 0] and table.free(1) == [3, 4, 5]
+    assert table.longest_prefix(0, [*range(15), 7]) == (1, 14)
+    assert table.longest_prefix(1, range(20)) == (3, 0), "rows of other shards are not copied"
+    running = table.entries[4] = entry()
+    assert table.resize(Size(rows=1, slots=8)) == [0, 4], "the running text, and the newest"
+    assert table.decoding == [(1, running)] and table.longest_prefix(0, range(20)) == (0, 6)
+
+
+def test_size_follows_requests_as_programs_become_ready():
+    ready = set()
+    programs = Background(ready.add, in_thread=False)
+    programs.is_ready = ready.__contains__
+    sizes = Sizes((1, 2, 4), (32, 64), 1, step_tokens=4, spare=16, programs=programs)
+    small, long = [entry() for _ in range(3)], entry(length=40)
+    now, wanted = Size(1, 32), Size(4, 64)
+    assert sizes.choose(now, small[:1], [*small[1:], long]) == now, "nothing is compiled"
+    ready |= {Size(4, 32), Chunks(32), Resize(now, Size(4, 32))}
+    assert sizes.choose(now, small[:1], [*small[1:], long]) == Size(4, 32), "the short requests"
+    ready |= {wanted, Chunks(64), Resize(Size(4, 32), wanted), Resize(wanted, now), now}
+    assert sizes.choose(Size(4, 32), small, [long]) == wanted
+    chosen = [sizes.choose(wanted, small[:1], []) for _ in range(PATIENCE + 1)]
+    assert chosen == [wanted] * PATIENCE + [now]
+    assert sizes.choose(wanted, [], small[:1]) == now, "an empty batch shrinks at once"
