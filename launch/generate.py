@@ -37,6 +37,7 @@ from specsamp.decoding.request import Prompt
 from specsamp.evaluation.records import read_records
 from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import generate_many
+from specsamp.serving.orders import parse_order
 from specsamp.training.conversations import write_conversations
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -56,6 +57,7 @@ _OUTPUT = flags.DEFINE_string(
 _REPLICA = entry.define("replica")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each prompt.", lower_bound=1)
+_ORDER = entry.define("order")
 _REQUIRE_EXACT = entry.define("require_exact")
 
 
@@ -69,6 +71,7 @@ def main() -> None:
     if _CONVERSATIONS.value is not None:
         write_chats(config, console)
         return
+    order = parse_order(_ORDER.value)
     replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     if storage.is_stream(_OUTPUT.value):
         raise ValueError(
@@ -84,6 +87,7 @@ def main() -> None:
         config.max_new_tokens,
         rows=config.batch,
         log=log,
+        order=order,
         seed=config.seed,
         num_samples=_SAMPLES.value,
         prompt_ids=list(prompts),
@@ -106,7 +110,7 @@ def main() -> None:
 
 def write_chats(config: ExperimentConfig, console: Console) -> None:
     """Writes conversations of the target to the folder of --output."""
-    for name, flag in (("replica", _REPLICA), ("samples", _SAMPLES)):
+    for name, flag in (("replica", _REPLICA), ("samples", _SAMPLES), ("order", _ORDER)):
         if flag.value != flag.default:
             raise ValueError(f"--{name} has no effect on --conversations: leave it out")
     if storage.is_stream(_OUTPUT.value):

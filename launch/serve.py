@@ -41,6 +41,7 @@ from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import check_exact
 from specsamp.mesh import distributed
 from specsamp.serving.learner import Learner
+from specsamp.serving.orders import parse_order
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 
@@ -99,6 +100,7 @@ _KEY_FILE = flags.DEFINE_string(
 _GRAMMARS = flags.DEFINE_bool(
     "grammars", False, "Take response_format and tools; each start then compiles anew."
 )
+_ORDER = entry.define("order")
 _REQUIRE_EXACT = entry.define("require_exact")
 
 
@@ -119,6 +121,7 @@ def main() -> None:
     _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
     config = _CONFIG.value
     refuse_unread(_CONFIG, config)
+    parse_order(_ORDER.value)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     held = []  # the first process has the keys and the port, and its errors end all
@@ -195,7 +198,12 @@ def make_service(config: ExperimentConfig, console: Console) -> tuple[Experiment
     learner = make_learner(experiment) if _LEARNING_RATE.value else None
     given = {name: flags.FLAGS[name].value for name in names}
     service = Service(
-        experiment.pair, method, learner=learner, has_grammars=_GRAMMARS.value, **given
+        experiment.pair,
+        method,
+        learner=learner,
+        order=parse_order(_ORDER.value),
+        has_grammars=_GRAMMARS.value,
+        **given,
     )
     console.print(headline(experiment, service_line(experiment, service)))
     with entry.progress(console, "compiling for the first requests"):

@@ -66,6 +66,8 @@ from specsamp.sampling.warp import (
     top_p as top_p,
 )
 from specsamp.serving.generate_many import generate_many as generate_many
+from specsamp.serving.orders import FirstCome as FirstCome, ShortestFirst as ShortestFirst
+from specsamp.serving.sampling_request import SamplingRequest as SamplingRequest
 from specsamp.serving.completion_log import CompletionLog as CompletionLog
 
 __version__: str

@@ -94,6 +94,11 @@ OF_SEVERAL = {
     ),
     "again": (False, "Measure cells that --output already has again, and replace them."),
     "require_exact": (False, "Refuse rules that are lossy."),
+    "order": (
+        None,
+        "The order of texts: first_come, the default, or shortest_first by predicted length, or "
+        "shortest_first:AGING with the tokens that a second of waiting is worth, by default 1.",
+    ),
     "replica": (
         None,
         "Take part i of N, as i/N; a run without it puts the parts in --output together.",

@@ -100,6 +100,22 @@ class ShortestFirst(Order):
             self._nearest.learn(entry.request, entry.emitted)
 
 
+def parse_order(text: str | None) -> Order:
+    """Returns the order of a flag: ``first_come``, the default, ``shortest_first``, or
+    ``shortest_first:AGING``; raises ValueError for other texts.
+    """
+    name, _, aging = (text or "first_come").partition(":")
+    if text in (None, "first_come"):
+        return FirstCome()
+    try:
+        return {"shortest_first": ShortestFirst}[name](aging=float(aging or 1))
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"--order={text}: write first_come, shortest_first or shortest_first:AGING, with a "
+            "number of tokens per second"
+        ) from error
+
+
 class Nearest:
     """Predicts the mean length of the finished texts whose prompts are nearest.
 

@@ -182,7 +182,7 @@ def decode_session(rows):
     rows.swap()
     rows.end(beginning(rows.texts[long], 8) + text(1, 9), 9)
     rows.end(beginning(third, 8) + text(1, 60), 9)
-    assert rows.tokens_copied > 60
+    assert rows.prefill.tokens_copied > 60
 
 
 @pytest.mark.parametrize("kind", slow_but(DRAFTERS, "model", "voting", "EAGLE-3 tree"))

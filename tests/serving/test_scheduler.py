@@ -126,22 +126,6 @@ def test_lengths_are_learned_from_near_prompts():
 
 
 @pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: ShortestFirst(predictor=3), "predictor must be a function of a request; got 3"),
-        (lambda: ShortestFirst(aging=-1), "aging must be a number from 0; got -1"),
-        (
-            lambda: ShortestFirst(predictor=lambda _: "ten").check(entry().request),
-            "the predictor's number of tokens must be a number from 0; got 'ten'",
-        ),
-    ],
-)
-def test_wrong_order_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
     "left, slots, is_whole, planned",
     [
         ([(5, 0), (60, 0)], 128, False, (64, 1)),

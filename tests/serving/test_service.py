@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from specsamp import NoDrafter
+from specsamp import NoDrafter, SamplingRequest, generate_many
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.serving.answer import Failed
@@ -16,6 +16,7 @@ from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import compiled_programs
 from support.services import CONTEXT, PAIR, alone, compile_all, make_service, submit
+from support.services import METHOD as QUEUE
 
 METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}))
 
@@ -30,17 +31,19 @@ def service():
     made.join()
 
 
+def sampling_request(prompts, budget=8, temperature=0.0, top_p=1.0, **options):
+    sampling = make_warp({"temperature": temperature, "top_p": top_p})
+    return SamplingRequest(prompts=prompts, max_new_tokens=budget, sampling=sampling, **options)
+
+
 class Caller:
     """Asks, and collects what it gets by row."""
 
     def __init__(self, service, prompts, budget=8, **options):
         self.pieces = queue.SimpleQueue()
-        self.num_samples = options.get("num_samples", 1)
-        numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
-        sampling = make_warp({"temperature": 0.0} | numbers)
-        self.answer = submit(
-            service, prompts, budget, deliver=self.pieces.put, sampling=sampling, **options
-        )
+        request = sampling_request(prompts, budget, **options)
+        self.num_samples = request.num_samples
+        self.answer = service.submit(request, self.pieces.put)
         self.got = [[] for _ in self.answer.requests]
 
     def wait(self):
@@ -81,6 +84,9 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
         "the control: they are sampled"
     )
     assert max(map(len, callers[1].got)) > 1 and len(callers[0].got[0]) == 1
+    work = generate_many(PAIR, [sampling_request(**one) for one in asked], rows=3, method=QUEUE)
+    queued = sorted(work, key=lambda one: (one.prompt_index, one.sample_index))
+    assert of(queued) == sum(found, []), "and of a queue of the same requests"
     stats = callers[0].got[0][-1].stats
     assert stats.emitted == 9 and stats.accepted > 0 and service.unfinished == 0
 
