@@ -6,8 +6,9 @@ read and written over their rows, and the other rows stay unchanged
 (`specsamp.decoding.batch_rows`). Sampling, noise, budget and stop tokens of a row are data, so
 requests of different callers share a batch and its programs.
 
-A batch joins five parts: `Scheduler` chooses the requests, `SlotTable` their rows, `Prefill` the
-chunks of their prompts, `Sizes` the size, and `Runner` has the arrays.
+A batch joins six parts: `Scheduler` has the order of the requests, `SlotTable` their rows, `Sizes`
+the size, `Prefill` the chunks of their prompts, `Admission` gives rows to requests, and `Runner`
+has the arrays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from specsamp.decoding.engine import MANY_ROUNDS, Engine
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
+from specsamp.serving.admission import Admission
 from specsamp.serving.learner import Learner
 from specsamp.serving.orders import FirstCome, Order
 from specsamp.serving.prefill import Prefill, chunk_sizes
@@ -40,14 +42,12 @@ class Usage:
       slices: number of runs of the loop.
       rounds: number of rounds of the loop.
       busy: the sum over rounds of the rows that emitted tokens that are kept.
-      preempted: number of preemptions.
     """
 
     rows: int
     slices: int = 0
     rounds: int = 0
     busy: int = 0
-    preempted: int = 0
 
     def add(self, rounds: int, busy: int) -> None:
         """Counts a run of the loop."""
@@ -66,6 +66,7 @@ class Batch:
       runner: the rows on the device.
       table: the request of each row.
       prefill: reads prompts.
+      admission: gives rows to requests.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class Batch:
             all_slots = powers(max(SMALLEST_SLOTS, loop.window), engine.slots)
         size = Size(all_rows[0], all_slots[0])
         self._chunks = chunks = [min(count, size.slots) for count in chunk_sizes()]
-        self._widths = sorted({1, min(together, size.rows)})
+        widths = sorted({1, min(together, size.rows)})
         self.usage, self.scheduler = Usage(most * self._shards), Scheduler(order)
-        self.runner = Runner(engine, size, widths=self._widths, chunks=chunks)
+        self.runner = Runner(engine, size, widths=widths, chunks=chunks)
         self.sizes = Sizes(
             rows=all_rows,
             slots=all_slots,
@@ -111,6 +112,9 @@ class Batch:
         )
         self.table = SlotTable(size, self._shards, loop.drafter)
         self.prefill = Prefill(self.scheduler, self.table, self.runner, chunks, rounds is None)
+        self.admission = Admission(
+            self.scheduler, self.table, self.sizes, self.runner, self.prefill, width=widths[-1]
+        )
         self._ended = self._rounds_of_ended = 0  # finished texts and their rounds
 
     def compile(self) -> None:
@@ -132,26 +136,13 @@ class Batch:
         """
         self.runner.begin()
         if not self.prefill.entries:
-            self._fit()
-            if self.scheduler.order.preempts:
-                self._displace()
+            self.admission.fit()
         budget = self.prefill.budget
-        while self.prefill.entries or self._admit():
+        while self.prefill.entries or self.admission.admit():
             if self.prefill.entries:
                 budget -= self.prefill.read()
             if budget <= 0 and self.table.decoding:
                 return
-
-    def _displace(self) -> None:
-        """Preempts a text of each data shard without a free row, if the next request goes first."""
-        for shard in range(self._shards):
-            newcomer = self.scheduler.next(shard, self._fits)
-            if newcomer is None or self.table.free(shard):
-                continue
-            entries = {self.table.entries[row]: row for row in self.table.rows(shard)}
-            entry = self.scheduler.displaced(newcomer, entries)
-            if entry is not None:
-                self._preempt(entries[entry], entry, after=newcomer)
 
     def run(self) -> None:
         """Starts a run of the loop: until as many rows have ended as there are data shards, or its
@@ -188,7 +179,7 @@ class Batch:
             # Before its first round a row cannot be extended: heads keep a chunk's last feature.
             if entry.rounds:
                 self.table.hold(row, entry.request.prompt[: held_B[row]])
-        found, lost, late = [], 0, []
+        found, lost, late = [], 0, [False] * len(rounds_B)
         if always or any(
             finish_B[row] != Finish.RUNNING or entry.request.stops.texts for row, entry in decoding
         ):
@@ -206,11 +197,10 @@ class Batch:
                 lost += entry.rounds - text.stats.rounds
             self.scheduler.finish(entry)
             self.table.entries[row] = None
-            if finish_B[row] == Finish.RUNNING:
-                late.append(row)
+            late[row] = finish_B[row] == Finish.RUNNING
             if text is None or text.finish == Finish.INVALID:  # its caches may hold NaN
-                self._clear(row)
-        if late:
+                self.admission.clear(row)
+        if any(late):
             self.runner.end(late)
         self.usage.add(max(rounds), sum(rounds) - lost)
         return found
@@ -236,54 +226,3 @@ class Batch:
         )
         is_ready = self.sizes.programs.is_ready(program)
         return self.runner.score(tokens, program) if is_ready else None
-
-    def _fit(self) -> None:
-        """Changes the size if necessary, and preempts texts that outgrow their slots."""
-        decoding = [entry for _, entry in self.table.decoding]
-        size = self.sizes.choose(self.table.size, decoding, self.scheduler.waiting)
-        if size != self.table.size:
-            self.runner.resize(self.table.resize(size), size)
-        for row, entry in self.table.decoding:
-            if not self._fits(entry):
-                self._preempt(row, entry)
-
-    def _preempt(self, row: int, entry: Entry, after: Entry | None = None) -> None:
-        shard = row // self.table.size.rows
-        self.scheduler.preempt(entry, shard, self.runner.set_aside(row), after)
-        self.table.entries[row] = None
-        self._clear(row)
-        self.usage.preempted += 1
-
-    def _fits(self, entry: Entry) -> bool:
-        return self.sizes.slots_for(entry) <= self.table.size.slots
-
-    def _clear(self, row: int) -> None:
-        self.table.hold(row, ())
-        self.runner.clear(row)
-
-    def _admit(self) -> bool:
-        """Resumes a preempted text, or begins to read prompts; returns False if no row or request
-        is left.
-        """
-        shards, width = range(self._shards), self._widths[-1]
-        free = [self.table.free(shard) for shard in shards]
-        if min(len(self.scheduler.waiting) // self._shards, *map(len, free)) < width:
-            width = 1
-        entries, rows = [None] * (self._shards * width), [None] * (self._shards * width)
-        for turn in range(width):
-            for shard in (shard for shard in shards if free[shard]):
-                entry = self.scheduler.next(shard, self._fits, can_resume=not any(entries))
-                if entry is None:
-                    continue
-                row = free[shard].pop(0)
-                if entry.stage == Stage.PREEMPTED:
-                    self.runner.bring_back(entry.kept, entry.request, row)
-                    self.table.entries[row] = entry
-                    self.scheduler.resume(entry)
-                    return True
-                at = shard * width + turn
-                entries[at], rows[at] = entry, row
-                self.scheduler.admit(entry)
-        if any(entries):
-            self.prefill.begin(entries, rows, width)
-        return any(entries)

@@ -6,12 +6,12 @@ sizes during a change of size.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from specsamp.decoding.batch_rows import NOWHERE
 from specsamp.decoding.data_shards import DataShards
@@ -99,11 +99,9 @@ class Runner:
         """Returns the texts of all rows, without caches."""
         return to_host(without_caches(self._state))
 
-    def end(self, rows: Sequence[int]) -> None:
-        """Ends rows, as a stop token would."""
-        is_ended_B = np.zeros(self.size.rows * self._shards.count, bool)
-        is_ended_B[rows] = True
-        self._state = self.engine.end(self._state, is_ended_B)
+    def end(self, is_ended: Sequence[bool]) -> None:
+        """Ends rows where ``is_ended`` is true, as a stop token would."""
+        self._state = self.engine.end(self._state, is_ended)
 
     def clear(self, row: int) -> None:
         """Writes an empty row, which has ended, over a row."""
@@ -184,33 +182,25 @@ class Runner:
         """Runs programs once, on rows that have ended."""
         if isinstance(program, ScoreChunks):
             next(self.score([0, 0], program))
-        elif isinstance(program, Resize):
-            self._compile_resize(program.old, program.new)
-        elif isinstance(program, Chunks):
-            self._compile_chunks(self.with_slots(program.slots))
-        else:
-            self._compile_run(self.with_slots(program.slots), program.rows)
-
-    def _compile_resize(self, old: Size, new: Size) -> None:
-        engine, count = self.with_slots(old.slots), self._shards.count
-        at = [n % old.rows for n in range(new.rows)] * count
-        jax.block_until_ready(engine.resize(engine.blank(old.rows * count), at, new.slots))
-
-    def _compile_chunks(self, engine: Engine) -> None:
-        for rows in (width * self._shards.count for width in self._widths):
-            for chunk in self._chunks:
-                state = dataclasses.replace(engine.blank(rows), request=None)
-                state = engine.extend([None] * rows, state, [0] * rows, [1] * rows, chunk)
-            state = engine.insert(state, engine.blank(rows), [NOWHERE] * rows)
-        jax.block_until_ready(state.lengths_B)
-
-    def _compile_run(self, engine: Engine, per_shard: int) -> None:
-        state = engine.blank(per_shard * self._shards.count)
-        for rows in (width * self._shards.count for width in self._widths):
-            read = engine.extract(state, [0] * rows)
-            read = dataclasses.replace(read, request=engine.arrays([None] * rows))
-            state = engine.insert(state, read, [NOWHERE] * rows)
-        jax.block_until_ready(engine.run(engine.end(state, ()), 0).lengths_B)
+            return
+        runner, count = copy.copy(self), self._shards.count
+        is_resize = isinstance(program, Resize)
+        runner.free(program.old if is_resize else Size(program.rows, program.slots))
+        runner.begin()
+        if is_resize:
+            runner.resize([None] * (program.new.rows * count), program.new)
+        for rows in (width * count for width in self._widths):
+            if isinstance(program, Size):
+                runner.begin_prompts([0] * rows, [1] * rows)
+                runner.insert_prompts([None] * rows)
+            for chunk in self._chunks if isinstance(program, Chunks) else ():
+                runner.begin_prompts([0] * rows, [0] * rows)
+                runner.read([None] * rows, [0] * rows, [1] * rows, chunk)
+                jax.block_until_ready(runner._prompts.lengths_B)
+        if isinstance(program, Size):
+            runner.end([])
+            runner.run(0, 1)
+        jax.block_until_ready(runner._state.lengths_B)
 
 
 def to_host_memory(rows: DecodeState, shards: DataShards) -> DecodeState:

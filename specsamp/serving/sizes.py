@@ -38,9 +38,10 @@ class Resize:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The calls that read tokens of one prompt per data shard."""
+    """The calls that read tokens of prompts."""
 
     slots: int
+    rows: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

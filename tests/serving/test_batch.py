@@ -178,7 +178,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
         texts.pieces.put(first)
         is_open.set()
         texts.check()
-        assert texts.batch.usage.preempted == 1
+        assert texts.batch.admission.preempted == 1
 
 
 @pytest.mark.parametrize("kind", slow_but([*PAIRS], "model"))
@@ -215,7 +215,7 @@ def test_preempted_text_is_that_of_generate_after_shorter_ones(small, monkeypatc
     while texts.service.unfinished:
         texts.step()
     ended = [texts.pieces.get() for _ in range(3)]
-    assert [number for number, _ in ended] == [1, 2, 0] and texts.batch.usage.preempted == 2
+    assert [number for number, _ in ended] == [1, 2, 0] and texts.batch.admission.preempted == 2
     for piece in ended:
         texts.pieces.put(piece)
     texts.check()

@@ -133,8 +133,8 @@ FAULTS = {
             Change(
                 batch.Batch,
                 "collect",
-                "late.append(row)",
-                "late.append(row - 1)",
+                "late[row] = finish_B",
+                "late[row - 1] = finish_B",
             ),
         ),
         ("service",),

@@ -1,0 +1,93 @@
+"""Gives the rows of a batch to requests, and takes rows back: size, admission and preemption."""
+
+from __future__ import annotations
+
+from specsamp.serving.prefill import Prefill
+from specsamp.serving.runner import Runner
+from specsamp.serving.scheduler import Entry, Scheduler, Stage
+from specsamp.serving.sizes import Sizes
+from specsamp.serving.slots import SlotTable
+
+
+class Admission:
+    """Admits the requests of a scheduler to the rows of a table."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: SlotTable,
+        sizes: Sizes,
+        runner: Runner,
+        prefill: Prefill,
+        *,
+        width: int,
+    ):
+        """Takes the parts of a batch, and how many prompts of a data shard are read together."""
+        self._scheduler, self._table, self._sizes = scheduler, table, sizes
+        self._runner, self._prefill, self._width = runner, prefill, width
+        self._shards = range(sizes.shards)
+        self.preempted = 0  # number of preemptions
+
+    def fit(self) -> None:
+        """Changes the size if necessary, and preempts texts that outgrow their slots, or that the
+        order ranks behind waiting requests.
+        """
+        table, scheduler = self._table, self._scheduler
+        decoding = [entry for _, entry in table.decoding]
+        size = self._sizes.choose(table.size, decoding, scheduler.waiting)
+        if size != table.size:
+            self._runner.resize(table.resize(size), size)
+        for row, entry in table.decoding:
+            if not self._fits(entry):
+                self._preempt(row, entry)
+        taken: list[Entry] = []
+        full = [shard for shard in self._shards if not table.free(shard)]
+        for shard in full if scheduler.order.preempts else ():
+            newcomer = scheduler.next(shard, lambda entry: entry not in taken and self._fits(entry))
+            rows = {table.entries[row]: row for row in table.rows(shard)}
+            entry = newcomer and scheduler.displaced(newcomer, rows)
+            if entry is not None:
+                taken.append(newcomer)
+                self._preempt(rows[entry], entry, after=newcomer)
+
+    def clear(self, row: int) -> None:
+        """Writes an empty row, which has ended, over a row."""
+        self._table.entries[row] = None
+        self._table.hold(row, ())
+        self._runner.clear(row)
+
+    def admit(self) -> bool:
+        """Resumes a preempted text, or begins to read prompts; returns False if no row or request
+        is left.
+        """
+        width, shards = self._width, self._shards
+        free = [self._table.free(shard) for shard in shards]
+        if min(len(self._scheduler.waiting) // len(shards), *map(len, free)) < width:
+            width = 1
+        entries, rows = [None] * (len(shards) * width), [None] * (len(shards) * width)
+        for turn in range(width):
+            for shard in (shard for shard in shards if free[shard]):
+                entry = self._scheduler.next(shard, self._fits, can_resume=not any(entries))
+                if entry is None:
+                    continue
+                row = free[shard].pop(0)
+                if entry.stage == Stage.PREEMPTED:
+                    self._runner.bring_back(entry.kept, entry.request, row)
+                    self._table.entries[row] = entry
+                    self._scheduler.resume(entry)
+                    return True
+                at = shard * width + turn
+                entries[at], rows[at] = entry, row
+                self._scheduler.admit(entry)
+        if any(entries):
+            self._prefill.begin(entries, rows, width)
+        return any(entries)
+
+    def _fits(self, entry: Entry) -> bool:
+        return self._sizes.slots_for(entry) <= self._table.size.slots
+
+    def _preempt(self, row: int, entry: Entry, after: Entry | None = None) -> None:
+        shard = row // self._table.size.rows
+        self._scheduler.preempt(entry, shard, self._runner.set_aside(row), after)
+        self.clear(row)
+        self.preempted += 1
