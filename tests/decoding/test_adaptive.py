@@ -158,7 +158,7 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
         requests = make_requests(pair, method, [[1]] * prompts, 4)
         chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)
     # Another row is only read.
-    chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)
+    chosen.append(Service(pair, method, rows=1, context=32).batch.runner.engine.loop.adaptive)
     assert [(one.pause, one.longest) for one in chosen] == [(16, 2), (64, 2), (8, 8), (8, 8)]
 
 

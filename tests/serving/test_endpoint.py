@@ -493,7 +493,7 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, servi
 
 
 def test_an_error_within_a_stream_is_its_last_event(client, server, service, monkeypatch):
-    monkeypatch.setattr(type(service), "_text", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(service.delivery), "_text", lambda *_: 1 / 0)
     with pytest.raises(openai.APIError, match="decoding failed: ZeroDivisionError"):
         list(client.completions.create(model="bytes", prompt="a", stream=True))
     status, _, document = post(server, COMPLETIONS, {"prompt": "a"})

@@ -245,10 +245,8 @@ def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
         Service(PAIR, METHOD, rows=1, context=40, max_waiting=9),
         [],
     )
-    ask = made.ask
-    monkeypatch.setattr(
-        made, "ask", lambda *given, **more: answers.append(ask(*given, **more)) or answers[-1]
-    )
+    take = made.submit
+    monkeypatch.setattr(made, "submit", lambda *of: answers.append(take(*of)) or answers[-1])
     made.start()
     with serving(made, keys=keys) as server, concurrent.futures.ThreadPoolExecutor(3) as threads:
         asked = []
