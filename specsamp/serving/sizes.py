@@ -57,6 +57,7 @@ class Background:
 
     Attributes:
       notify: is called after each program that the thread has prepared.
+      ready: the programs that were prepared.
     """
 
     def __init__(self, prepare: Callable[[Hashable], None], *, in_thread: bool):
@@ -68,7 +69,7 @@ class Background:
         self._prepare = prepare
         self._thread = ThreadPoolExecutor(1, "specsamp compiler") if in_thread else None
         self._begun: set[Hashable] = set()
-        self._ready: set[Hashable] = set()
+        self.ready: set[Hashable] = set()
 
     def is_ready(self, program: Hashable) -> bool:
         """Returns whether a program is ready; the first call begins to prepare it."""
@@ -77,14 +78,14 @@ class Background:
         elif program not in self._begun:
             self._begun.add(program)
             self._thread.submit(self._make_in_thread, program)
-        return program in self._ready
+        return program in self.ready
 
     def make(self, program: Hashable) -> None:
         """Prepares a program now, unless it is ready."""
-        if program not in self._ready:
+        if program not in self.ready:
             self._prepare(program)
             self._begun.add(program)
-            self._ready.add(program)
+            self.ready.add(program)
 
     def close(self) -> None:
         """Waits for the end of the current preparation, and begins no other."""
@@ -96,7 +97,7 @@ class Background:
             self._prepare(program)
         except Exception:  # its use raises the error again
             logging.exception("%s was not compiled", program)
-        self._ready.add(program)
+        self.ready.add(program)
         self.notify()
 
 
@@ -142,7 +143,7 @@ class Sizes:
 
         It holds all requests. While its programs are compiled, it holds the requests that fit the
         present slots, or stays the present size. A batch shrinks after some steps, or when it is
-        empty.
+        empty; while its best size is compiled, to the best one that was compiled before.
         """
         short = [entry for entry in waiting if self.slots_for(entry) <= size.slots]
         self._calm += 1
@@ -158,6 +159,11 @@ class Sizes:
             if self._is_ready(size, wanted):
                 self._calm = 0
                 return wanted
+        for other in self.all:
+            is_between = all(a <= b <= c for a, b, c in zip(needed, other, size)) and other != size
+            is_compiled = {other, Chunks(other.slots)} <= self.programs.ready
+            if is_between and is_compiled and self._is_ready(size, other):
+                return other
         return size
 
     def _size_for(self, entries: Sequence[Entry]) -> Size:

@@ -153,17 +153,19 @@ def test_rows_are_taken_from_the_oldest_texts_and_lend_their_prefixes():
 
 
 def test_size_follows_requests_as_programs_become_ready():
-    ready = set()
-    programs = Background(ready.add, in_thread=False)
-    programs.is_ready = ready.__contains__
+    programs = Background(print, in_thread=False)
+    programs.is_ready, ready = programs.ready.__contains__, programs.ready
     sizes = Sizes((1, 2, 4), (32, 64), 1, step_tokens=4, spare=16, programs=programs)
     small, long = [entry() for _ in range(3)], entry(length=40)
     now, wanted = Size(1, 32), Size(4, 64)
     assert sizes.choose(now, small[:1], [*small[1:], long]) == now, "nothing is compiled"
-    ready |= {Size(4, 32), Chunks(32), Resize(now, Size(4, 32))}
+    programs.ready |= {Size(4, 32), Chunks(32), Resize(now, Size(4, 32))}
     assert sizes.choose(now, small[:1], [*small[1:], long]) == Size(4, 32), "the short requests"
-    ready |= {wanted, Chunks(64), Resize(Size(4, 32), wanted), Resize(wanted, now), now}
+    programs.ready |= {wanted, Chunks(64), Resize(Size(4, 32), wanted), Resize(wanted, now), now}
     assert sizes.choose(Size(4, 32), small, [long]) == wanted
     chosen = [sizes.choose(wanted, small[:1], []) for _ in range(PATIENCE + 1)]
     assert chosen == [wanted] * PATIENCE + [now]
     assert sizes.choose(wanted, [], small[:1]) == now, "an empty batch shrinks at once"
+    ready.remove(now)
+    ready.add(Resize(wanted, Size(4, 32)))
+    assert sizes.choose(wanted, [], small[:1]) == Size(4, 32), "the best that is compiled"
