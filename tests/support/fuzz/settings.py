@@ -142,6 +142,7 @@ SETTINGS = [
     Setting("log", "model"),
     Setting("service", "model", slots=256),
     Setting("service", "model", COUPLED, adapts=True, slots=256),
+    Setting("service", "model", shards=2),
     Setting("service", "early exit"),
     Setting("service", "logs", COUPLED, adapts=True),
     Setting("service", "modules"),
