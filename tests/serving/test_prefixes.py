@@ -16,7 +16,6 @@ from specsamp import (
     generate_many,
 )
 from specsamp.decoding.method import make_method
-from specsamp.serving.prefill import chunk_sizes
 from specsamp.serving.service import Service
 from support.extras import slow_but
 from support.services import submit
@@ -100,8 +99,3 @@ def test_insert_over_a_row_that_does_not_exist_is_refused():
         with pytest.raises(ValueError, match="must be different, from 0 to 1"):
             queue._engine.insert(state, queue._engine.blank(2), at)
     queue.close()
-
-
-def test_chunks_of_the_test_are_those_of_a_cpu():
-    """The lengths above meet the borders of these chunks."""
-    assert chunk_sizes() == (16, 64)

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from specsamp import NoDrafter
@@ -105,17 +104,14 @@ def test_waiting_counts_as_tokens(aging, first):
 
 
 def test_lengths_are_learned_from_near_prompts():
-    random, nearest = np.random.default_rng(0), Nearest()
-
-    def request(kind):
-        least = 0 if kind == "short" else 50
-        return Request(prompt=tuple(random.integers(least, least + 50, 20)), max_new_tokens=300)
-
-    assert nearest.predict(request("short")) == 300, "the budget, before any text has ended"
-    for _ in range(10):
-        nearest.learn(request("short"), 10)
-        nearest.learn(request("long"), 200)
-    assert (nearest.predict(request("short")), nearest.predict(request("long"))) == (10, 200)
+    nearest = Nearest()
+    short, long = (entry(length).request for length in (3, 30))
+    short.prompt += (7,)
+    assert nearest.predict(short) == 100, "the budget, before any text has ended"
+    for _ in range(Nearest.NEIGHBOURS):
+        nearest.learn(short, 10)
+        nearest.learn(long, 70)
+    assert (nearest.predict(short), nearest.predict(long)) == (10, 70)
     order = ShortestFirst()
     ended = entry(budget=50)
     ended.length += 7

@@ -18,6 +18,8 @@ from specsamp import (
     Method,
     ModelDrafter,
     Pair,
+    SamplingRequest,
+    ShortestFirst,
     TransformerLM,
     chain,
     generate,
@@ -35,7 +37,6 @@ from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from specsamp.serving.service import Service
 from support.checkpoint_shapes import CONFIG, random_params
-from support.services import submit
 from support.weights import drawn_params
 
 TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2, num_layers=1))
@@ -95,6 +96,7 @@ def serve(over_both) -> list[list[int]]:
         over_both,
         Method(drafter=ModelDrafter(over_both.draft, 4), sampling=CALL["sampling"]),
         rows=4,
+        order=ShortestFirst(aging=0),
     )
     service.start()
     texts = {}
@@ -105,14 +107,15 @@ def serve(over_both) -> list[list[int]]:
         def fail(chunk):
             raise ConnectionError("gone")
 
-        submit(service, [[5, 6]], None, deliver=fail, **fields)
+        service.submit(SamplingRequest(prompts=[[5, 6]], **fields), fail)
         lone = queue.SimpleQueue()
-        answer = submit(service, [[6, 5]], None, deliver=lone.put, **fields)
-        submit(service, PROMPTS, 12, num_samples=2, deliver=pieces.put, **fields)
+        answer = service.submit(SamplingRequest(prompts=[[6, 5]], **fields), lone.put)
         lone.get(timeout=300)
-        answer.cancel()
+        fields |= dict(prompts=PROMPTS, max_new_tokens=12, num_samples=2)
+        service.submit(SamplingRequest(**fields), pieces.put)
         while sum(text[-1] is not None for text in texts.values()) < 10:
             chunk = pieces.get(timeout=300)
+            answer.cancel()
             text = texts.setdefault((chunk.prompt_index, chunk.sample_index), [])
             text[-1:] = [*chunk.tokens, chunk.finish]
         while service.unfinished:
@@ -120,6 +123,7 @@ def serve(over_both) -> list[list[int]]:
         service.close()
     service.join()
     assert service.failed is None and not any(service.batch.table.entries)
+    assert service.batch.admission.preempted, "texts with the budget of the context gave up rows"
     rounds = distributed.gather_objects(service.batch.usage.rounds)
     # Those who left had budgets of thousands of tokens.
     assert len({*rounds}) == 1 and rounds[0] < 200
