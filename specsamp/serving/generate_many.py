@@ -139,7 +139,7 @@ def _make_all(
 class Queue(Iterator[Completion]):
     """Completions of requests, in the order in which they end; see `generate_many`.
 
-    The completions of a slice are returned while the device computes the next.
+    The completions of a step are returned while the device computes the next.
 
     Attributes:
       batch: the rows.
@@ -196,7 +196,7 @@ class Queue(Iterator[Completion]):
         )
 
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
-        """Yields the completions of the log, then decodes the missing ones slice by slice."""
+        """Yields the completions of the log, then decodes the missing ones step by step."""
         batch, read = self.batch, []
         try:
             yield from ended

@@ -2,7 +2,7 @@
 the target alone.
 
 A request that needs more than the log-probabilities of its own tokens is read once more after its
-end, in chunks between slices. So the loop keeps no distributions, and other requests have no cost.
+end, in chunks between steps. So the loop keeps no distributions, and other requests have no cost.
 """
 
 from __future__ import annotations
