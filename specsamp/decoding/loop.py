@@ -518,7 +518,12 @@ class Loop:
         cache, drafter_state = caches
         with jax.named_scope("target"):
             output = self.target(
-                weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers
+                weights.target,
+                tokens_BT,
+                start_B,
+                cache,
+                hidden_layers=self.drafter.hidden_layers,
+                **self.target.with_lengths(lengths_B),
             )
         check_logits("target", self.target, output)
         with jax.named_scope("draft"):

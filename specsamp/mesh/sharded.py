@@ -142,7 +142,7 @@ class ShardedModel(LayeredModel):
 
     def __post_init__(self):
         # Of the model inside.
-        names = "vocab_size max_positions num_layers width config kernels takes_trees"
+        names = "vocab_size max_positions num_layers width config kernels takes_trees rewind"
         for name in names.split():
             object.__setattr__(self, name, getattr(self.model, name, None))
 

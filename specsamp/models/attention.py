@@ -67,7 +67,7 @@ class Attention(nn.Module):
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width
         batch, length = x_BTD.shape[:2]
-        q_BNTH, k_BMTH, v_BMTH = self.project_heads(x_BTD)
+        q_BNTH, k_BMTH, v_BMTH, *gates_BNTH = self.project_heads(x_BTD)
         fan_in = 2 * config.num_layers * heads * size
         output_NHD = weight(
             self, "output", (heads, size, width), ("heads", "head", "embed"), fan_in=fan_in
@@ -97,6 +97,9 @@ class Attention(nn.Module):
         # One contraction over heads and their entries together: as two, the weight is transposed
         # for it.
         mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
+        for gate_BNTH in gates_BNTH:
+            gate_BTX = gate_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
+            mixed_BTX = mixed_BTX * jax.nn.sigmoid(gate_BTX)
         # Of int8 weights the scale too.
         output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)
         out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_XD)
@@ -104,8 +107,10 @@ class Attention(nn.Module):
             out_BTD = out_BTD + zero_bias(self, "output_bias", ("embed",), out_BTD)
         return out_BTD, cache
 
-    def project_heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
-        """Returns queries ``[B, N, T, H]``, keys and values ``[B, M, T, H]``."""
+    def project_heads(self, x_BTD: Array) -> tuple[Array, ...]:
+        """Returns queries ``[B, N, T, H]``, keys and values ``[B, M, T, H]``; and with an
+        ``attention_gate`` the gates of all queries.
+        """
         config = self.config
 
         def project_part(name, count, axis):
@@ -116,11 +121,14 @@ class Attention(nn.Module):
             bias_NH = self.param(f"{name}_bias", init, (count, config.head_size))
             return y_BNTH + bias_NH.astype(y_BNTH.dtype)[None, :, None]
 
-        return (
+        parts = (
             project_part("query", config.num_heads, "heads"),
             project_part("key", config.num_kv_heads, "kv_heads"),
             project_part("value", config.num_kv_heads, "kv_heads"),
         )
+        if not config.attention_gate:
+            return parts
+        return (*parts, project_part("gate", config.num_heads, "heads"))
 
     def turn_heads(
         self,

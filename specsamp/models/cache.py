@@ -26,6 +26,7 @@ Array = jax.Array
 
 # By letters of names.
 LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}
+LOGICAL_AXES |= {"N": "kv_heads", "K": None, "V": None, "W": None, "X": None}  # of states
 KERNEL_SLOTS = 128  # kernels read caches of a multiple of so many slots
 
 

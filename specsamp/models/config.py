@@ -36,6 +36,7 @@ class ExpertsConfig:
     experts_per_token: int  # k
     width: int  # of each expert
     normalised: bool = True  # the weights of the chosen experts sum to one
+    shared_width: int = 0  # of an expert for all tokens, with a gate; 0: none
     dense_layers: tuple[int, ...] = ()  # layers with a dense feed-forward part instead
 
     def __post_init__(self):
@@ -47,6 +48,7 @@ class ExpertsConfig:
                 f"a token cannot have {self.experts_per_token} experts of {self.num_experts}"
             )
         validate.switch("normalised", self.normalised)
+        validate.integer("shared_width of experts", self.shared_width, 0)
         validate.integers("dense_layers", self.dense_layers)
 
     def expected_touched(self, tokens: int) -> float:
@@ -81,6 +83,51 @@ def _simulated_blocks(total: int, chosen: int, tokens: int, block: int, devices:
         counts_CE[np.arange(calls)[:, None], experts_Ck] += 1
     blocks_CE = -(-counts_CE // block)
     return float(blocks_CE.reshape(calls, devices, -1).sum(axis=2).max(axis=1).mean())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """The shape of layers of the gated delta rule, see `specsamp.models.recurrent`."""
+
+    num_key_heads: int  # M, of queries and keys
+    num_value_heads: int  # N, each key head serves N / M of them
+    key_size: int  # K, of a head
+    value_size: int  # V, of a head
+    attention_layers: tuple[int, ...]  # layers with attention instead
+    taps: int = 4  # tokens that the short convolution reads
+
+    def __post_init__(self):
+        object.__setattr__(self, "attention_layers", tuple(self.attention_layers))
+        for field in dataclasses.fields(self):
+            if field.type == "int":
+                validate.integer(f"{field.name} of recurrent layers", getattr(self, field.name), 1)
+        validate.integers("attention_layers", self.attention_layers)
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads {self.num_value_heads} is not a multiple of num_key_heads "
+                f"{self.num_key_heads}"
+            )
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Returns the number and the size of the heads of each projection."""
+        keys, values = (self.num_key_heads, self.key_size), (self.num_value_heads, self.value_size)
+        return {"query": keys, "key": keys, "value": values, "gate": values}
+
+    @property
+    def input_size(self) -> int:
+        """Returns the numbers per token and key head that a cache holds: query, key, values and two
+        gates of each value head.
+        """
+        group = self.num_value_heads // self.num_key_heads
+        return 2 * self.key_size + group * (self.value_size + 2)
+
+    def num_parameters(self, width: int) -> int:
+        """Returns the number of parameters of a layer's recurrent part."""
+        heads, values = self.num_value_heads, self.num_value_heads * self.value_size
+        mixed = 2 * self.num_key_heads * self.key_size + values
+        projections = width * (mixed + 2 * values + 2 * heads)
+        return projections + mixed * self.taps + 2 * heads + self.value_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,12 +182,15 @@ class TransformerConfig:
     experts: ExpertsConfig | None = None
     # Attention.
     attention_bias: bool = False  # of Q, K and V
+    attention_gate: bool = False  # the mean of values is multiplied by a sigmoid of the input
     output_bias: bool = False
     query_key_norm: bool = False  # of each head, before it is turned
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(H)
     attention_cap: float | None = None  # as logit_cap, of scores
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all
     global_layers: tuple[int, ...] = ()  # layers without a window
+    # Of layers with a recurrence instead of attention; None: there are none.
+    recurrent: RecurrentConfig | None = None
     # Rotary positions.
     rotary_size: int | None = None  # entries of each head that turn; None: all
     rotary_scaling: RotaryScaling | None = None
@@ -155,6 +205,8 @@ class TransformerConfig:
             set_default("rotary_scaling", RotaryScaling(**self.rotary_scaling))
         if isinstance(self.experts, Mapping):
             set_default("experts", ExpertsConfig(**self.experts))
+        if isinstance(self.recurrent, Mapping):
+            set_default("recurrent", RecurrentConfig(**self.recurrent))
         set_default("global_layers", tuple(self.global_layers))
         self._check_values()
         if self.num_kv_heads is None:
@@ -215,6 +267,13 @@ class TransformerConfig:
             raise ValueError(
                 "experts have a gate and no biases: set gated=True and feedforward_bias=False"
             )
+        if self.attention_gate and self.attention_bias:
+            raise ValueError("gated attention has no biases: set attention_bias=False")
+        if self.recurrent is not None and (self.window is not None or self.positions != "rotary"):
+            raise ValueError(
+                "recurrent layers are beside attention without a window and with rotary positions: "
+                f"leave window out; got {self.window} and {self.positions!r}"
+            )
         if self.window is None and (self.global_layers or self.window_rotary_base is not None):
             raise ValueError(
                 "global_layers and window_rotary_base need windowed layers: set window"
@@ -223,6 +282,10 @@ class TransformerConfig:
     def window_of(self, layer: int) -> int | None:
         """Returns the attention window of a layer; None: it attends to all tokens."""
         return None if layer in self.global_layers else self.window
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Returns whether a layer has a recurrence instead of attention."""
+        return self.recurrent is not None and layer not in self.recurrent.attention_layers
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether the feed-forward part of a layer consists of experts."""
@@ -260,19 +323,28 @@ class TransformerConfig:
             attention += kv * size * width + 2 * heads * size  # projection, and the two biases
         attention += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
         attention += self.query_key_norm * 2 * norm // width * size
+        attention += self.attention_gate * heads * size * width
         feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * (
             (1 + self.gated) * inner + width
         )
-        layer = attention + (4 if self.post_norms else 2) * norm
+        layer = (4 if self.post_norms else 2) * norm
+        recurrent = sum(map(self.is_recurrent, range(self.num_layers)))
+        attentions = (self.num_layers - recurrent) * attention
+        if recurrent:
+            attentions += recurrent * self.recurrent.num_parameters(width)
         dense = self.num_layers - self.num_sparse_layers
-        router = 0 if self.experts is None else width * self.experts.num_experts
+        router = 0
+        if self.experts is not None:
+            shared = self.experts.shared_width
+            router = width * (self.experts.num_experts + 3 * shared + (shared > 0))
         feedforwards = (
             dense * feedforward + self.num_sparse_layers * router + self.num_expert_parameters
         )
         positions = self.max_positions * width if self.positions == "learned" else 0
         ngrams = self.num_ngram_tables * self.ngram_rows * width
         embeddings = (1 if self.tied else 2) * self.vocab_size * width
-        return self.num_layers * layer + feedforwards + embeddings + norm + positions + ngrams
+        layers = attentions + self.num_layers * layer
+        return layers + feedforwards + embeddings + norm + positions + ngrams
 
     @property
     def num_sparse_layers(self) -> int:

@@ -14,16 +14,19 @@ read from memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsamp.models.attention import Attention
 from specsamp.models.decoder import OUTPUT_EMBEDDING, Decoder
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import Int8Blocks, is_int8
 from specsamp.models.products import contract
+from specsamp.models.recurrent import GatedDelta
 
 Array = jax.Array
 
@@ -38,15 +41,20 @@ def to_cpu_order(params: Any) -> Any:
     )
     for name in params:
         if name.startswith("layer_"):
-            attention = dict(params[name]["attention"])
-            parts = [attention.pop(part) for part in ("query", "key", "value")]
+            mixer = "attention" if "attention" in params[name] else "recurrence"
+            attention = dict(params[name][mixer])
+            parts = [
+                attention.pop(part)
+                for part in ("query", "key", "value", "gate")
+                if part in attention
+            ]
             attention[HEADS] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
             if "query_bias" in attention:
                 biases = [
                     attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")
                 ]
                 attention[HEADS_BIAS] = jnp.concatenate(biases)
-            arranged[name] = dict(params[name]) | {"attention": attention}
+            arranged[name] = dict(params[name]) | {mixer: attention}
             if "experts" in params[name]:
                 experts = params[name]["experts"]
                 turned = {
@@ -71,15 +79,28 @@ class CPUAttention(Attention):
 
     table_axes: ClassVar[str] = "MHS"
 
-    def project_heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
+    def project_heads(self, x_BTD: Array) -> tuple[Array, ...]:
         config, (batch, length) = self.config, x_BTD.shape[:2]
         heads_BTX = contract("BTD,DX->BTX", x_BTD, self.get_variable("params", HEADS))
         if config.attention_bias:
             heads_BTX = heads_BTX + self.get_variable("params", HEADS_BIAS)[None, None]
         heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
-        return jnp.split(
-            heads_BXTH, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1
-        )
+        ends = np.cumsum((config.num_heads, config.num_kv_heads, config.num_kv_heads))
+        last = 2 + config.attention_gate
+        return jnp.split(heads_BXTH, ends[:last].tolist(), axis=1)
+
+
+class CPUGatedDelta(GatedDelta):
+    """`GatedDelta` with one projection for queries, keys, values and their gates."""
+
+    def project_heads(self, x_BTD: Array) -> list[Array]:
+        heads_BTX = contract("BTD,DX->BTX", x_BTD, self.get_variable("params", HEADS))
+        sizes = list(self.config.recurrent.projections.values())
+        parts = jnp.split(heads_BTX, np.cumsum([math.prod(x) for x in sizes])[:-1].tolist(), axis=2)
+        return [
+            part_BTX.reshape(*x_BTD.shape[:2], *shape).swapaxes(1, 2)
+            for part_BTX, shape in zip(parts, sizes, strict=True)
+        ]
 
 
 class CPUExperts(Experts):
@@ -96,6 +117,7 @@ class CPUDecoder(Decoder):
 
     attention: ClassVar[type[Attention]] = CPUAttention
     experts: ClassVar[type[Experts]] = CPUExperts
+    recurrence: ClassVar[type[GatedDelta]] = CPUGatedDelta
 
     def declare_output(self) -> Array:
         return self.get_variable("params", UNEMBEDDING)

@@ -19,8 +19,9 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels
-from specsamp.models.modules import FeedForward, Norm, weight
+from specsamp.models.modules import FeedForward, Norm, SharedExpert, weight
 from specsamp.models.products import contract, soft_cap
+from specsamp.models.recurrent import GatedDelta
 
 Array = jax.Array
 
@@ -35,6 +36,7 @@ class Layer(nn.Module):
     window: int | None  # see `Attention`
     attention: type[Attention]
     experts: type[Experts] | None = None  # None: a layer without
+    recurrence: type[GatedDelta] | None = None  # instead of attention
     layout: DeviceLayout | None = None  # see `Experts`
     kernels: Kernels | None = None
 
@@ -47,6 +49,7 @@ class Layer(nn.Module):
         cache: LayerCache | None,
         table: Array | None,
         block: Block | None,
+        lengths_B: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         config = self.config
 
@@ -59,18 +62,26 @@ class Layer(nn.Module):
 
         with jax.named_scope("attention"):
             y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
-            attention = self.attention(config, self.window, kernels=self.kernels, name="attention")
-            y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
+            if self.recurrence is not None:
+                recurrence = self.recurrence(config, name="recurrence")
+                y_BTD, cache = recurrence(y_BTD, start_B, cache, lengths_B)
+            else:
+                attention = self.attention(
+                    config, self.window, kernels=self.kernels, name="attention"
+                )
+                y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
             attended_BTD = x_BTD + post_norm("attention", y_BTD)
         with jax.named_scope("mlp"):
             y_BTD = Norm(config, kernels=self.kernels, name="mlp_norm")(
                 x_BTD if config.parallel else attended_BTD
             )
             if self.experts is not None:
-                feedforward = self.experts(config, self.layout, self.kernels, name="experts")
+                made_BTD = self.experts(config, self.layout, self.kernels, name="experts")(y_BTD)
+                if config.experts.shared_width:
+                    made_BTD = made_BTD + SharedExpert(config, name="shared")(y_BTD)
             else:
-                feedforward = FeedForward(config, name="mlp")
-            x_BTD = attended_BTD + post_norm("mlp", feedforward(y_BTD))
+                made_BTD = FeedForward(config, name="mlp")(y_BTD)
+            x_BTD = attended_BTD + post_norm("mlp", made_BTD)
         return x_BTD, cache
 
 
@@ -83,6 +94,7 @@ class Decoder(nn.Module):
 
     attention: ClassVar[type[Attention]] = Attention
     experts: ClassVar[type[Experts]] = Experts
+    recurrence: ClassVar[type[GatedDelta]] = GatedDelta
 
     def setup(self):
         config, experts, layout, kernels = self.config, self.experts, self.layout, self.kernels
@@ -109,9 +121,10 @@ class Decoder(nn.Module):
                 config,
                 config.window_of(i),
                 self.attention,
-                experts if config.has_experts(i) else None,
-                layout,
-                kernels,
+                experts=experts if config.has_experts(i) else None,
+                recurrence=self.recurrence if config.is_recurrent(i) else None,
+                layout=layout,
+                kernels=kernels,
             )
             for i in range(config.num_layers)
         ]
@@ -166,6 +179,7 @@ class Decoder(nn.Module):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
         kept_BL: Array | None = None,
+        lengths_B: Array | None = None,
     ) -> tuple[Array, TransformerCache | None, tuple[Array, ...]]:
         """Runs layers ``first .. last - 1``; see `LayeredModel.layers`.
 
@@ -179,6 +193,8 @@ class Decoder(nn.Module):
           ValueError: the call does not run one of ``hidden_layers``.
         """
         config = self.config
+        if config.recurrent is not None and block is not None:
+            raise ValueError("a model with recurrent layers takes no block: score chains")
         numbers = range(first, last)
         rotaries = [config.rotary_of(config.window_of(i)) for i in numbers]
         positions_BT = _positions(start_B, x_BTD.shape[1], block)
@@ -188,7 +204,7 @@ class Decoder(nn.Module):
             layer_cache = None if cache is None else cache.layers[i]
             table = None if tables is None else tables[i]
             y_BTD, layer_cache = self.layer[i](
-                x_BTD, start_B, ropes[rotary], layer_cache, table, block
+                x_BTD, start_B, ropes[rotary], layer_cache, table, block, lengths_B
             )
             x_BTD = y_BTD if kept_BL is None else jnp.where(kept_BL[:, i, None, None], y_BTD, x_BTD)
             caches.append(layer_cache)

@@ -33,6 +33,9 @@ SUMMED_AXES = {
     "value": (1,),
     "relative": (1,),  # [N, D, H]
     "attention/output": (0, 1),  # [N, H, D]
+    "recurrence/output": (0, 1),
+    "attention/gate": (1,),
+    "recurrence/gate": (1,),
     "output_embedding": (1,),  # [V, D]
     "output": (1,),  # [U, D], of a head
     "up": (0,),

@@ -137,6 +137,9 @@ class LanguageModel(abc.ABC):
     vocab_size: int
     max_positions: int | None = None  # the longest sequence the model supports; None: no limit
     takes_trees: bool = False  # whether it has `compact`, and its calls take a ``block``
+    # How many tokens before the start of its last call a call may begin, and its calls take
+    # ``lengths_B``; None: any number.
+    rewind: int | None = None
     kernels: Kernels | None = None  # also for the warps of a loop; None: no kernels
     # For programs that call the model as their target.
     compiler_options: tuple[tuple[str, str], ...] = ()
@@ -172,6 +175,7 @@ class LanguageModel(abc.ABC):
         *,
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
+        lengths_B: Array | None = None,
     ) -> Output:
         """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each sequence.
 
@@ -188,7 +192,14 @@ class LanguageModel(abc.ABC):
             stands for the residual stream after the final norm, -1 for the embedded tokens. () for
             drafters without ``hidden_layers``.
           block: positions and visibility of a token tree; None: a chain.
+          lengths_B: int32, given to models with a `rewind` in calls that read known texts: their
+            lengths. Tokens beyond them are padding; no later call begins before the last one.
+            None: all tokens of the call may be removed.
         """
+
+    def with_lengths(self, lengths_B: Array) -> dict[str, Array]:
+        """Returns the options of a call that reads known texts of these lengths."""
+        return {} if self.rewind is None else {"lengths_B": lengths_B}
 
     def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
         """Moves the accepted path of a token tree to consecutive slots, so that later calls find a
@@ -260,8 +271,9 @@ class LayeredModel(LanguageModel):
         cache: Any,
         *,
         hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
+        **options: Any,
     ) -> Output:
+        block = options.get("block")
         x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache, block=block)
         x_BTD, cache, hidden = self.layers(
             weights,
@@ -271,7 +283,7 @@ class LayeredModel(LanguageModel):
             0,
             self.num_layers,
             hidden_layers=hidden_layers,
-            block=block,
+            **options,
         )
         return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 

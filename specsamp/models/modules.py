@@ -87,11 +87,12 @@ class FeedForward(nn.Module):
     """A feed-forward layer, ``[B, T, D] -> [B, T, F] -> [B, T, D]``, gated or not."""
 
     config: TransformerConfig
+    inner: int | None = None  # F; None: of the config
 
     @nn.compact
     def __call__(self, x_BTD):
         config = self.config
-        width, inner = config.width, config.feedforward_width
+        width, inner = config.width, self.inner or config.feedforward_width
 
         def biased(name, axis, y):
             return y + zero_bias(self, name, (axis,), y) if config.feedforward_bias else y
@@ -110,3 +111,17 @@ class FeedForward(nn.Module):
         return biased(
             "down_bias", "embed", contract("BTF,FD->BTD", inner_BTF.astype(x_BTD.dtype), down_FD)
         )
+
+
+class SharedExpert(nn.Module):
+    """The expert that all tokens have, times a sigmoid of the input (Qwen2-MoE)."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        width = self.config.width
+        gate_D = weight(self, "share", (width,), ("embed",), fan_in=width)
+        share_BT = contract("BTD,D->BT", x_BTD, gate_D)
+        made_BTD = FeedForward(self.config, self.config.experts.shared_width, name="mlp")(x_BTD)
+        return jax.nn.sigmoid(share_BT)[..., None] * made_BTD

@@ -27,6 +27,7 @@ from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
+from specsamp.models.recurrent import REWIND, RecurrentCache
 
 Array = jax.Array
 
@@ -51,12 +52,13 @@ class TransformerLM(LayeredModel):
     kernels: Kernels | None = None
     layout: DeviceLayout | None = None
 
-    takes_trees = True
-
     def __post_init__(self):
         validate.choice("weight_order", self.weight_order, WEIGHT_ORDERS)
         for size in ("vocab_size", "max_positions", "num_layers", "width"):
             object.__setattr__(self, size, getattr(self.config, size))
+        is_hybrid = self.config.recurrent is not None
+        object.__setattr__(self, "takes_trees", not is_hybrid)
+        object.__setattr__(self, "rewind", REWIND if is_hybrid else None)
         if self.weight_order == "cpu" and self.kernels is not None:
             raise ValueError(
                 "weight_order 'cpu' has no kernels: leave kernels=None, or weight_order='default'"
@@ -216,16 +218,23 @@ class TransformerLM(LayeredModel):
         shape = (batch, config.num_kv_heads, slots, config.head_size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
         layers = [
-            self._cache_class.zeros(*shape, config.compute_dtype, self._kernels)
-            for _ in range(config.num_layers)
+            RecurrentCache.empty(batch, config.recurrent, config.compute_dtype)
+            if config.is_recurrent(i)
+            else self._cache_class.zeros(*shape, config.compute_dtype, self._kernels)
+            for i in range(config.num_layers)
         ]
         return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
         tokens_BS = PartitionSpec("batch", "slots") if self.config.ngram_rows else None
-        layers = (self._cache_class.logical_axes(self._kernels),) * self.config.num_layers
-        return TransformerCache(layers=layers, tokens_BS=tokens_BS)
+        layers = [
+            RecurrentCache.logical_axes()
+            if self.config.is_recurrent(i)
+            else self._cache_class.logical_axes(self._kernels)
+            for i in range(self.config.num_layers)
+        ]
+        return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
 
     def compact(
         self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int
@@ -263,11 +272,20 @@ class TransformerLM(LayeredModel):
         last: int,
         *,
         hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
+        **options: Any,
     ) -> tuple[Array, TransformerCache, tuple[Array, ...]]:
         tables = weights["relative_keys"]
         return self._apply(
-            "run_layers", weights, x_BTD, start_B, cache, tables, first, last, hidden_layers, block
+            "run_layers",
+            weights,
+            x_BTD,
+            start_B,
+            cache,
+            tables,
+            first,
+            last,
+            hidden_layers,
+            **options,
         )
 
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
@@ -299,9 +317,11 @@ class TransformerLM(LayeredModel):
     def _kernels(self) -> Kernels | None:
         return self.kernels and self.kernels.for_heads(self.config.head_size)
 
-    def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
+    def _apply(self, method: str, weights: Any, *arguments: Any, **options: Any) -> Any:
         decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(
             self.config, self.layout, self.kernels
         )
         with full_precision(self.config.dtype):
-            return decoder.apply({"params": weights["params"]}, *arguments, method=method)
+            return decoder.apply(
+                {"params": weights["params"]}, *arguments, method=method, **options
+            )

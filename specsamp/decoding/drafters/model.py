@@ -88,7 +88,10 @@ class ModelDrafter(DrafterHooks, Drafter):
         return self.model.init_cache(batch, slots)
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
-        return self.model(weights.draft, chunk.tokens_BT, chunk.start_B, state).cache, cache
+        options = self.model.with_lengths(chunk.lengths_B)
+        return self.model(
+            weights.draft, chunk.tokens_BT, chunk.start_B, state, **options
+        ).cache, cache
 
     def last_logits(
         self, weights: Weights, state: Any, tokens_BS: Array, end_B: Array, width: int

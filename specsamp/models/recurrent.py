@@ -1,0 +1,276 @@
+"""Recurrent layers: the gated delta rule over a cache whose tokens can be removed.
+
+The state behind the last token cannot be taken back. So the cache of a layer holds an *older*
+state, at a multiple of `CHUNK` tokens that no later call begins before, and the inputs since. A
+call appends its inputs and computes its outputs from the older state (`mix_chunks`). It moves the
+older state on once all tokens of the next chunk are certain: no call may begin more than `REWIND`
+tokens before the last call. So a call reads one state and writes one, whatever is rejected.
+
+The inputs are those of the short convolution that comes before the rule. It is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.attention import project
+from specsamp.models.cache import LayerCache
+from specsamp.models.config import RecurrentConfig, TransformerConfig
+from specsamp.models.delta_rule import CHUNK, mix_chunks
+from specsamp.models.modules import weight
+from specsamp.models.products import contract
+from specsamp.models.slots import read_slots, write_slots
+
+Array = jax.Array
+
+REWIND = CHUNK // 2  # tokens before the start of the last call
+HELD = 2 * CHUNK  # tokens from the older state on: a chunk, REWIND and a call of REWIND + 1 tokens
+L2_EPSILON = 1e-6
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentCache(LayerCache):
+    """An older state of a layer, and the inputs of the tokens since.
+
+    The inputs begin with those of the ``taps - 1`` tokens before the state.
+    """
+
+    state_BNKV: Array  # float32
+    inputs_BMWX: Array
+    position_B: Array  # int32, the number of tokens in the state
+
+    @classmethod
+    def empty(cls, batch: int, shape: RecurrentConfig, dtype: jnp.dtype) -> Self:
+        """Returns the cache of empty sequences."""
+        sizes = shape.num_value_heads, shape.key_size, shape.value_size
+        held = shape.num_key_heads, shape.taps - 1 + HELD, shape.input_size
+        return cls(
+            state_BNKV=jnp.zeros((batch, *sizes), jnp.float32),
+            inputs_BMWX=jnp.zeros((batch, *held), dtype),
+            position_B=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def append(self, inputs_BMTX: Array, start_B: Array) -> Self:
+        """Writes the inputs of T tokens; a call at position 0 begins a new sequence.
+
+        The result holds more inputs, until `advance`.
+        """
+        length, before = inputs_BMTX.shape[2], self.inputs_BMWX.shape[2] - HELD
+        is_new_B = start_B == 0
+        position_B = jnp.where(is_new_B, 0, self.position_B)
+        inputs = _lengthen(self.inputs_BMWX, -(-length // CHUNK) * CHUNK)
+        at_B = before + jnp.clip(start_B - position_B, 0, HELD)
+        inputs = write_slots(inputs, inputs_BMTX.astype(inputs.dtype), at_B)
+        is_before = jnp.arange(inputs.shape[2])[None, None, :, None] < before
+        is_before &= (position_B == 0)[:, None, None, None]
+        return dataclasses.replace(
+            self,
+            state_BNKV=jnp.where(is_new_B[:, None, None, None], 0.0, self.state_BNKV),
+            inputs_BMWX=jnp.where(is_before, jnp.zeros((), inputs.dtype), inputs),
+            position_B=position_B,
+        )
+
+    def advance(self, state_BNKV: Array, num_chunks_B: Array, num_held: int) -> Self:
+        """Moves on to a state that is ``num_chunks_B`` chunks later."""
+        inputs = _lengthen(self.inputs_BMWX, HELD)
+        return dataclasses.replace(
+            self,
+            state_BNKV=state_BNKV,
+            inputs_BMWX=read_slots(inputs, num_chunks_B * CHUNK, num_held),
+            position_B=self.position_B + num_chunks_B * CHUNK,
+        )
+
+
+def _lengthen(inputs_BMWX: Array, more: int) -> Array:
+    return jnp.pad(inputs_BMWX, ((0, 0), (0, 0), (0, more), (0, 0)))
+
+
+class GatedDelta(nn.Module):
+    """A layer of the gated delta rule, behind a short convolution (Qwen3-Next, Qwen3.5)."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: Array,
+        start_B: Array,
+        cache: RecurrentCache | None,
+        lengths_B: Array | None,
+    ) -> tuple[Array, RecurrentCache]:
+        """Returns ``[B, T, D]`` and the cache with the call's tokens.
+
+        Args:
+          cache: None: the call begins its sequences.
+          lengths_B: see `LanguageModel.__call__`.
+
+        Raises:
+          ValueError: while tracing, if T is too large for a call whose tokens may be removed.
+        """
+        config, shape = self.config, self.config.recurrent
+        (batch, length, width), heads = x_BTD.shape, shape.num_value_heads
+        if cache is None:
+            cache = RecurrentCache.empty(batch, shape, config.compute_dtype)
+        elif lengths_B is None and length > REWIND + 1:
+            raise ValueError(
+                f"a recurrent model reads {length} tokens in a call: give lengths_B, since only "
+                f"{REWIND + 1} tokens can be removed again"
+            )
+        q_BMTK, k_BMTK, v_BNTV, z_BNTV = self.project_heads(x_BTD)
+        gates = [
+            contract(
+                "BTD,ND->BNT",
+                x_BTD,
+                weight(self, name, (heads, width), ("kv_heads", "embed"), fan_in=width),
+            )
+            for name in ("share", "decay")
+        ]
+        per_key_head = [_per_key_head(x, shape) for x in (v_BNTV, *(x[..., None] for x in gates))]
+        inputs_BMTX = jnp.concatenate([q_BMTK, k_BMTK, *per_key_head], axis=-1)
+        out_BNTV, cache = mix(config, self.rule_weights(), inputs_BMTX, start_B, cache, lengths_B)
+        mixed_BNTV = self.normalise(out_BNTV.astype(x_BTD.dtype), z_BNTV)
+        output_NVD = weight(
+            self,
+            "output",
+            (heads, shape.value_size, width),
+            ("kv_heads", "head", "embed"),
+            fan_in=2 * config.num_layers * heads * shape.value_size,
+        )
+        mixed_BTX = mixed_BNTV.swapaxes(1, 2).reshape(batch, length, -1)
+        output_XD = jax.tree.map(lambda x_NVD: x_NVD.reshape(-1, width), output_NVD)
+        return contract("BTX,XD->BTD", mixed_BTX, output_XD), cache
+
+    def project_heads(self, x_BTD: Array) -> list[Array]:
+        """Returns queries and keys ``[B, M, T, K]``, values and their gates ``[B, N, T, V]``."""
+        shape, width = self.config.recurrent, self.config.width
+        return [
+            project(
+                x_BTD,
+                weight(
+                    self, name, (heads, width, size), ("kv_heads", "embed", "head"), fan_in=width
+                ),
+            )
+            for name, (heads, size) in shape.projections.items()
+        ]
+
+    def rule_weights(self) -> tuple[Array, Array, Array]:
+        """Returns the taps of all channels ``[M, X, taps]``, and the rates and biases ``[N]`` of
+        decays.
+        """
+        shape = self.config.recurrent
+        taps = [
+            weight(
+                self,
+                f"{name}_taps",
+                (*shape.projections[name], shape.taps),
+                ("kv_heads", "head", None),
+                fan_in=shape.taps,
+            ).reshape(shape.num_key_heads, -1, shape.taps)
+            for name in ("query", "key", "value")
+        ]
+        init = nn.with_logical_partitioning(nn.initializers.zeros, ("kv_heads",))
+        decays = [
+            self.param(name, init, (shape.num_value_heads,)) for name in ("log_rate", "decay_bias")
+        ]
+        return jnp.concatenate(taps, axis=1), *decays
+
+    def normalise(self, out_BNTV: Array, z_BNTV: Array) -> Array:
+        """Computes the RMS norm of each head, without an offset, times the gate."""
+        init = nn.with_logical_partitioning(nn.initializers.ones, ("head",))
+        scale_V = self.param("norm_scale", init, (self.config.recurrent.value_size,))
+        x32 = out_BNTV.astype(jnp.float32)
+        mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        normed = (x32 * jax.lax.rsqrt(mean + self.config.norm_epsilon)).astype(out_BNTV.dtype)
+        normed = normed * scale_V.astype(normed.dtype)[None, None, None]
+        return (normed.astype(jnp.float32) * jax.nn.silu(z_BNTV.astype(jnp.float32))).astype(
+            out_BNTV.dtype
+        )
+
+
+def mix(
+    config: TransformerConfig,
+    rule_weights: tuple[Array, Array, Array],
+    inputs_BMTX: Array,
+    start_B: Array,
+    cache: RecurrentCache,
+    lengths_B: Array | None,
+) -> tuple[Array, RecurrentCache]:
+    """Returns the outputs of the rule, ``[B, N, T, V]`` float32, and the cache with the inputs.
+
+    Args:
+      rule_weights: from `GatedDelta.rule_weights`.
+      inputs_BMTX: of the convolution, and behind them the gates of the value heads.
+    """
+    length, held = inputs_BMTX.shape[2], cache.inputs_BMWX.shape[2]
+    cache = cache.append(inputs_BMTX, start_B)
+    offset_B = start_B - cache.position_B
+    certain_B = start_B
+    is_lost_B = (offset_B < 0) | (offset_B > HELD)
+    if lengths_B is not None:
+        certain_B = jnp.minimum(start_B + length, lengths_B - 1)
+        is_lost_B &= start_B < lengths_B
+    rule_inputs = _rule_inputs(config, *rule_weights, cache.inputs_BMWX)
+    num_chunks_B = (certain_B - REWIND - cache.position_B) // CHUNK
+    num_chunks_B = jnp.clip(num_chunks_B, 0, rule_inputs[0].shape[2] // CHUNK)
+    out_BNLV, state_BNKV = mix_chunks(cache.state_BNKV, *rule_inputs, num_chunks_B)
+    cache = cache.advance(state_BNKV, num_chunks_B, held)
+    out_BNTV = read_slots(out_BNLV, jnp.clip(offset_B, 0, HELD), length)
+    # Tokens were removed that the state contains: no text may follow from it.
+    return jnp.where(is_lost_B[:, None, None, None], jnp.nan, out_BNTV), cache
+
+
+def _rule_inputs(
+    config: TransformerConfig,
+    taps_MXt: Array,
+    log_rate_N: Array,
+    decay_bias_N: Array,
+    inputs_BMWX: Array,
+) -> list[Array]:
+    """Returns the arguments of `mix_chunks` for all tokens whose inputs are held."""
+    shape, dtype = config.recurrent, config.compute_dtype
+    mixed_BMWX, gates_BMWX = jnp.split(inputs_BMWX, [taps_MXt.shape[1]], axis=-1)
+    length = mixed_BMWX.shape[2] - shape.taps + 1
+    taps_MXt, log_rate_N, decay_bias_N = (
+        x.astype(jnp.float32) for x in (taps_MXt, log_rate_N, decay_bias_N)
+    )
+    convolved = sum(
+        mixed_BMWX[:, :, t : t + length].astype(jnp.float32) * taps_MXt[None, :, None, :, t]
+        for t in range(shape.taps)
+    ).astype(dtype)
+    active = jax.nn.silu(convolved.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+    q, k, v = jnp.split(active, [shape.key_size, 2 * shape.key_size], axis=-1)
+    group = shape.num_value_heads // shape.num_key_heads
+    q, k = (jnp.repeat(_unit(x), group, axis=1) for x in (q, k))
+    share, decay = (
+        _per_value_head(x, shape)[..., 0]
+        for x in jnp.split(gates_BMWX[:, :, shape.taps - 1 :], 2, axis=-1)
+    )
+    decay = jax.nn.softplus(decay.astype(jnp.float32) + decay_bias_N[None, :, None])
+    g = -jnp.exp(log_rate_N)[None, :, None] * decay
+    beta = jax.nn.sigmoid(share.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+    return [q * shape.key_size**-0.5, k, _per_value_head(v, shape), g, beta]
+
+
+def _per_key_head(x_BNTV: Array, shape: RecurrentConfig) -> Array:
+    """Joins the value heads of each key head, ``[B, M, T, (N/M) V]``."""
+    batch, _, length, size = x_BNTV.shape
+    parts = x_BNTV.reshape(batch, shape.num_key_heads, -1, length, size).swapaxes(2, 3)
+    return parts.reshape(batch, shape.num_key_heads, length, -1)
+
+
+def _per_value_head(x_BMTX: Array, shape: RecurrentConfig) -> Array:
+    """Reverses `_per_key_head`."""
+    batch, heads, length, _ = x_BMTX.shape
+    group = shape.num_value_heads // heads
+    parts = x_BMTX.reshape(batch, heads, length, group, -1).swapaxes(2, 3)
+    return parts.reshape(batch, shape.num_value_heads, length, -1)
+
+
+def _unit(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPSILON)

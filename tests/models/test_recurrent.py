@@ -1,0 +1,95 @@
+"""Recurrent layers: states that no split into calls and no rejection changes, and calls that are
+refused.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.config import RecurrentConfig
+from specsamp.models.delta_rule import CHUNK, mix_chunks
+from specsamp.models.recurrent import REWIND, RecurrentCache, mix
+from support.hybrids import hybrid
+
+SHAPE = RecurrentConfig(
+    num_key_heads=1, num_value_heads=2, key_size=4, value_size=6, attention_layers=(1,)
+)
+CONFIG = hybrid(recurrent=SHAPE)
+LENGTH, SPLITS, ROWS = 85, 1000, 250
+
+
+def token_by_token(state, q, k, v, g, beta):
+    """The rule as its paper writes it, in float64."""
+    out = []
+    for t in range(q.shape[2]):
+        state = state * np.exp(g[:, :, t])[..., None, None]
+        known = np.einsum("bnkv,bnk->bnv", state, k[:, :, t])
+        missing = (v[:, :, t] - known) * beta[:, :, t, None]
+        state = state + k[:, :, t, :, None] * missing[:, :, None]
+        out.append(np.einsum("bnkv,bnk->bnv", state, q[:, :, t]))
+    return np.stack(out, axis=2), state
+
+
+@pytest.mark.parametrize("alike", [0.0, 20.0])
+def test_rule_in_chunks_equals_the_rule_token_by_token(alike):
+    """Also with keys that are almost alike, whose corrections almost cancel."""
+    rng = np.random.default_rng(0)
+    shape = 2, 3, 3 * CHUNK
+    q, k = rng.normal(size=(2, *shape, 8))
+    k = k + alike
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v, state = rng.normal(size=(*shape, 6)), rng.normal(size=(2, 3, 8, 6))
+    g, beta = -np.exp(rng.normal(size=shape) - 4), rng.uniform(size=shape)
+    inputs = [np.asarray(x, np.float32) for x in (state, q, k, v, g, beta)]
+    out, last = jax.jit(mix_chunks)(*inputs, jnp.array([3, 2]))
+    expected, expected_last = token_by_token(state, q, k, v, g, beta)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(last[0], expected_last[0], atol=2e-5)
+    _, earlier = token_by_token(state, *(x[:, :, : 2 * CHUNK] for x in (q, k, v, g, beta)))
+    np.testing.assert_allclose(last[1], earlier[1], atol=2e-5)
+
+
+@functools.cache
+def layer():
+    channels = SHAPE.input_size - 2 * SHAPE.num_value_heads // SHAPE.num_key_heads
+    rng = np.random.default_rng(1)
+    taps = rng.normal(size=(SHAPE.num_key_heads, channels, SHAPE.taps)).astype(np.float32)
+    rates = rng.normal(size=(2, SHAPE.num_value_heads)).astype(np.float32) - 2
+    return jax.jit(functools.partial(mix, CONFIG, (taps, *rates)))
+
+
+def read_in_random_calls(rows, seed):
+    """Reads one text in every row, in random calls; each row rejects tokens of its own."""
+    rng = np.random.default_rng(0)
+    text = rng.normal(size=(1, SHAPE.num_key_heads, LENGTH + REWIND + 1, SHAPE.input_size))
+    text_BMTX = np.repeat(text.astype(np.float32), rows, axis=0)
+    cache = RecurrentCache.empty(rows, SHAPE, jnp.float32)
+    at_B = np.zeros(rows, int)
+    rng = np.random.default_rng(seed)
+    is_last = False
+    while not is_last:
+        is_last = at_B.min() == LENGTH
+        length = rng.choice([2, 6, REWIND + 1])
+        index_BT = at_B[:, None] + np.arange(length)
+        fed = np.take_along_axis(text_BMTX, index_BT[:, None, :, None], axis=2)
+        accepted_B = rng.integers(1, length + 1, size=rows)
+        wrong = np.arange(length)[None] >= accepted_B[:, None]
+        fed = np.where(wrong[:, None, :, None], rng.normal(size=fed.shape), fed)
+        _, cache = layer()(jnp.asarray(fed, jnp.float32), jnp.asarray(at_B), cache, None)
+        at_B = np.minimum(at_B + accepted_B, LENGTH)
+    return cache
+
+
+def test_states_of_1000_random_splits_with_rejections_are_bit_equal():
+    states = []
+    for turn in range(SPLITS // ROWS):
+        cache = read_in_random_calls(ROWS, seed=turn)
+        assert set(cache.position_B.tolist()) == {(LENGTH - REWIND) // CHUNK * CHUNK}
+        states.append(np.asarray(cache.state_BNKV))
+    states = np.concatenate(states)
+    assert len(states) == SPLITS
+    assert np.all(states == states[:1])
+    assert np.abs(states[0]).max() > 0.1
