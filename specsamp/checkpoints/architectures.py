@@ -5,7 +5,8 @@ A line of architectures.json is a field of the config, of its experts or of a he
 without a default the key is required. In ``{"num_key_value_heads": 8}``, a null in config.json is a
 valid value. Any other entry is the value for all models of the family, and config.json is not read.
 
-``gemma3_text`` and ``mistral3_text`` are keys with the values of absent keys in a text_config.
+``gemma3_text``, ``mistral3_text`` and others are keys with the values of absent keys in a
+text_config.
 
 A family has several tables, of which later tables override earlier ones, and functions for
 positions, windows and experts. A key that changes the model in an unsupported way is refused.
@@ -24,7 +25,7 @@ from specsamp import storage, validate
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.checkpoints.tensor_names import TABLES
-from specsamp.models.config import ExpertsConfig, TransformerConfig
+from specsamp.models.config import ExpertsConfig, RecurrentConfig, TransformerConfig
 
 KEYS: dict[str, dict[str, Any]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
@@ -119,8 +120,10 @@ def parse_config(
             raise
         raise ValueError(f"{path} does not describe a supported model: {error}") from error
     kinds = fields("layer_types", [])
-    if config.window is None and (
-        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    if (
+        config.window is None
+        and config.recurrent is None
+        and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds))
     ):
         raise ValueError(
             f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported"
@@ -226,16 +229,51 @@ def _qwen_windows(fields: Fields, shape: dict, alike: bool = False) -> dict:
 
 def _qwen3_experts(fields: Fields, shape: dict) -> dict:
     """Returns the experts and the dense layers."""
-    every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
-    layers = range(fields.count("num_hidden_layers"))
-    dense = tuple(i for i in layers if i in listed or (i + 1) % every)
+    dense = _dense_layers(fields)
     experts = ExpertsConfig(
         # As transformers 5 writes it.
         num_experts=fields("num_experts", fields("num_local_experts", 128)),
         dense_layers=dense,
         **read_keys(fields, "qwen3_experts"),
     )
-    return dict(experts=None if len(dense) == len(layers) else experts)
+    return dict(experts=None if len(dense) == shape["num_layers"] else experts)
+
+
+def _dense_layers(fields: Fields) -> tuple[int, ...]:
+    every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
+    layers = range(fields.count("num_hidden_layers"))
+    return tuple(i for i in layers if i in listed or (i + 1) % every)
+
+
+def _hybrid_layers(fields: Fields, shape: dict) -> dict:
+    """Returns the recurrent layers, and the rotation of a part of each head."""
+    if shape["attention_bias"]:
+        raise ValueError(f"{fields.path} says attention_bias = true; this family has none here")
+    every, num_layers = fields("full_attention_interval", 4), shape["num_layers"]
+    known = ("linear_attention", "full_attention")
+    kinds = fields("layer_types", [known[(i + 1) % every == 0] for i in range(num_layers)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {*known}:
+        raise ValueError(
+            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for "
+            f"each of {num_layers} layers"
+        )
+    attention = tuple(i for i, kind in enumerate(kinds) if kind == known[1])
+    recurrent = RecurrentConfig(attention_layers=attention, **read_keys(fields, "delta_rule"))
+    given = {"partial_rotary_factor": fields("partial_rotary_factor", 0.25)}
+    rotary = rotary_fields(fields, given | {**rope_parameters(fields)}, shape, partial=True)
+    return dict(recurrent=recurrent if len(attention) < num_layers else None) | rotary
+
+
+def _shared_experts(fields: Fields, shape: dict) -> dict:
+    """Returns experts of which one is for all tokens."""
+    dense = _dense_layers(fields)
+    experts = ExpertsConfig(dense_layers=dense, **read_keys(fields, "shared_experts"))
+    return dict(experts=None if len(dense) == shape["num_layers"] else experts)
+
+
+def _all_sparse(fields: Fields, shape: dict) -> dict:
+    experts = read_keys(fields, "shared_experts", "qwen3_5_experts")
+    return dict(experts=ExpertsConfig(**experts))
 
 
 def _mixtral_experts(fields: Fields, shape: dict) -> dict:
@@ -285,6 +323,7 @@ def _windows(
 
 
 LLAMA = ("sizes", "llama")
+HYBRID = (*LLAMA, "qwen2", "qwen3", "hybrid")
 QWEN2 = dict(names=TABLES["llama"], keys=(*LLAMA, "qwen2"), more=(_rotary, _qwen_windows))
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -317,6 +356,27 @@ FAMILIES = {
         names=TABLES["qwen_experts"],
         keys=(*LLAMA, "qwen2", "qwen3", "qwen3_moe"),
         more=(_rotary, functools.partial(_qwen_windows, alike=True), _qwen3_experts),
+    ),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        names=TABLES["qwen3_next"],
+        keys=(*HYBRID, "qwen3_next"),
+        more=(_hybrid_layers, _shared_experts),
+        head_prefix="mtp.",
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        model_type="qwen3_5_text",
+        names=TABLES["qwen3_5"],
+        keys=(*HYBRID, "qwen3_5"),
+        more=(_hybrid_layers,),
+        head_prefix="mtp.",
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        model_type="qwen3_5_moe_text",
+        names=TABLES["qwen3_5"],
+        keys=(*HYBRID, "qwen3_5", "qwen3_5_moe"),
+        more=(_hybrid_layers, _all_sparse),
+        head_prefix="mtp.",
     ),
     "GPT2LMHeadModel": Family(
         model_type="gpt2",
@@ -351,5 +411,7 @@ FAMILIES |= {
     for name, of_text, model_type in (
         ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", "gemma3"),
         ("Mistral3ForConditionalGeneration", "MistralForCausalLM", "mistral3"),
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "qwen3_5"),
+        ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "qwen3_5_moe"),
     )
 }

@@ -40,6 +40,7 @@ from specsamp.checkpoints.params import check_finite
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
 from specsamp.checkpoints.tensor_names import (
     BUFFERS,
+    TABLES,
     TensorSource,
     check_tensors,
     find_source,
@@ -68,7 +69,9 @@ TURN_ENDS = (
 
 # Tensors of a text model beside an image model, in older files and in files of transformers 5.
 OF_TEXT = re.compile(r"^language_model\.|^(model\.)language_model\.")
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# Experts are separate tensors, or are all in this one and a second one.
+SHARED_TENSOR = ".experts.gate_up_proj"
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes read, bytes in all
 
@@ -127,7 +130,7 @@ class Checkpoint:
                 or (of_head is not None and name.startswith(of_head))
             )
 
-        check_tensors(self.name, found, self.sources(), is_harmless)
+        check_tensors(self.name, found, self._sources(found), is_harmless)
 
     @property
     def _ends(self) -> tuple[str, ...]:
@@ -165,12 +168,15 @@ class Checkpoint:
 
     def sources(self) -> dict[str, TensorSource]:
         """Returns the source of each parameter by its name."""
+        return self._sources(self._found)
+
+    def _sources(self, found: Mapping[str, Tensor]) -> dict[str, TensorSource]:
+        names = dict(self.family.names)
+        if any(name.endswith(SHARED_TENSOR) for name in found):
+            names |= TABLES["shared_tensors"]
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
         letters = sizes(self.config)
-        return {
-            name: find_source(name, self.family.names, letters)
-            for name in flatten_dict(shapes, sep="/")
-        }
+        return {name: find_source(name, names, letters) for name in flatten_dict(shapes, sep="/")}
 
 
 def open_checkpoint(

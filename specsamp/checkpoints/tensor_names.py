@@ -1,11 +1,11 @@
 """Finds the tensor of each parameter by tables of names, and reads and writes its values.
 
 A line of a table such as ``"NH D -> NDH"`` means: the tensor has two axes, of which the first is N
-heads of H entries; the parameter has the axes N, D, H. C is the axis of queries, keys and values
-that share a tensor, and a line has the index of its part: ``"NCH D -> NDH: C=0"``. E is the axis of
-experts, which are separate tensors: ``"x.{e}.y  I D -> EID"``. For other letters see `sizes`. In
-heads U is the size of the reduced vocabulary and W the target's width; X and Y are the widths of
-the inputs of attention and of fc.
+heads of H entries; the parameter has the axes N, D, H. If several parameters share an axis, a line
+has the index of its part: ``"NH+MH+MH D -> MDH: 1"``; or ``"N(H+H+H) D -> NDH: 0"``, if each head
+has such parts. E is the axis of experts, which may be separate tensors:
+``"x.{e}.y  I D -> EID"``. For other letters see `sizes`. In heads U is the size of the reduced
+vocabulary and W the target's width; X and Y are the widths of the inputs of attention and of fc.
 
 The tables are in tensor_names.json. architectures.py has the table's name for each family,
 head_config.py for each head. Heads of EAGLE have the names of the package speculators. Medusa has
@@ -26,7 +26,7 @@ import numpy as np
 from specsamp import storage
 from specsamp.checkpoints.params import MOST_SHOWN
 from specsamp.checkpoints.safetensors_io import DTYPES, Tensor
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import RecurrentConfig, TransformerConfig
 
 TABLES: dict[str, dict[str, str]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
@@ -44,9 +44,26 @@ def sizes(config: TransformerConfig) -> dict[str, int]:
         M=config.num_kv_heads,
         H=config.head_size,
         P=config.max_positions,
-        C=3,
         E=0 if config.experts is None else config.experts.num_experts,
         I=0 if config.experts is None else config.experts.width,
+        J=0 if config.experts is None else config.experts.shared_width,
+        O=1,
+        **({} if config.recurrent is None else recurrent_sizes(config.recurrent)),
+    )
+
+
+def recurrent_sizes(shape: RecurrentConfig) -> dict[str, int]:
+    """Returns the sizes of recurrent layers: G key heads of K entries, and for each R value heads
+    with Y entries together.
+    """
+    group = shape.num_value_heads // shape.num_key_heads
+    return dict(
+        G=shape.num_key_heads,
+        K=shape.key_size,
+        R=group,
+        Y=group * shape.value_size,
+        Z=shape.value_size,
+        T=shape.taps,
     )
 
 
@@ -55,10 +72,11 @@ class TensorSource:
     """The tensor that holds a parameter, or the tensors of all experts."""
 
     tensor: str  # its name; of experts with "{e}" for their number
-    tensor_axes: tuple[str, ...]  # each a product of letters, the outermost first
+    # Each a product of letters, the outermost first, or a sum of such parts.
+    tensor_axes: tuple[str, ...]
     axes: str  # of the parameter
     sizes: Mapping[str, int]  # of the axis that each letter stands for, in the checkpoint
-    part: int | None = None  # of C
+    part: int = 0  # of a sum
 
     def members(self) -> list[TensorSource]:
         """Returns the source of each expert of a stacked parameter; [self] for any other
@@ -77,7 +95,14 @@ class TensorSource:
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the tensor, or of each expert's."""
-        return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in self.tensor_axes)
+        return tuple(map(self._size, self.tensor_axes))
+
+    def _size(self, axis: str) -> int:
+        outer, parts = _split(axis)
+        return self._product(outer) * sum(map(self._product, parts))
+
+    def _product(self, letters: str) -> int:
+        return math.prod(self.sizes[letter] for letter in letters)
 
     def read(
         self,
@@ -107,28 +132,35 @@ class TensorSource:
         wanted = {
             letter: np.minimum(span, self.sizes[letter]) for letter, span in zip(self.axes, spans)
         }
-        if self.part is not None:
-            wanted["C"] = (self.part, self.part + 1)
-        outermost = {
-            axis[0]: math.prod(self.sizes[letter] for letter in axis[1:])
-            for axis in self.tensor_axes
-        }
-        block = tensors[self.tensor].read(
-            [slice(*np.multiply(wanted[x], inner)) for x, inner in outermost.items()]
-        )
-        letters = "".join(self.tensor_axes)
+        wanted = {letter: wanted.get(letter, (0, size)) for letter, size in self.sizes.items()}
+        letters, outermost, read, inside = "", "", [], []
+        for axis in self.tensor_axes:
+            outer, parts = _split(axis)
+            part = parts[self.part % len(parts)]
+            before = sum(map(self._product, parts[: self.part % len(parts)]))
+            names = outer + part
+            inner = self._size(axis) // self.sizes[outer] if outer else self._product(part[1:])
+            first, last = np.multiply(wanted[names[0]], inner)
+            read.append(slice(first, last) if outer else slice(first + before, last + before))
+            inside.append(slice(before, before + self._product(part)) if outer else None)
+            letters, outermost = letters + names, outermost + names[0]
+        block = tensors[self.tensor].read(read)
+        for at, (axis, cut) in reversed([*enumerate(zip(self.tensor_axes, inside))]):
+            if cut is not None:
+                shape = (*block.shape[:at], -1, self._size(axis[1:]), *block.shape[at + 1 :])
+                block = block.reshape(shape)[(*[slice(None)] * (at + 1), cut)]
         block = block.reshape(
             [np.diff(wanted[x])[0] if x in outermost else self.sizes[x] for x in letters]
         )
         block = block[tuple(slice(None) if x in outermost else slice(*wanted[x]) for x in letters)]
-        if self.part is not None:
-            block, letters = block.squeeze(letters.index("C")), letters.replace("C", "")
+        block = block.squeeze(tuple(at for at, x in enumerate(letters) if x not in self.axes))
+        letters = "".join(x for x in letters if x in self.axes)
         block = block.transpose([letters.index(letter) for letter in self.axes])
         values[tuple(map(slice, block.shape))] = block
         return values
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
-        """Returns the tensor of a whole parameter; not for a tensor that holds three parameters."""
+        """Returns the tensor of a whole parameter; not for a tensor of several parameters."""
         letters = "".join(self.tensor_axes)
         moved = parameter.transpose([self.axes.index(letter) for letter in letters])
         return np.ascontiguousarray(moved.reshape(self.shape))
@@ -141,15 +173,21 @@ def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, in
     layer = re.match(r"(?:layer|head|module)_(\d+)/", parameter)
     line = names[re.sub(r"^(layer|head|module)_\d+/", r"\1/", parameter)]
     match = re.fullmatch(
-        r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line
+        r"(?P<tensor>\S+) +(?P<axes>[A-Z+() ]+) -> (?P<ours>[A-Z]+)(: (?P<part>\d))?", line
     )
     return TensorSource(
         tensor=match["tensor"].format(i=layer and layer[1], e="{e}"),
         tensor_axes=tuple(match["axes"].split()),
         axes=match["ours"],
         sizes=sizes,
-        part=None if match["part"] is None else int(match["part"]),
+        part=int(match["part"] or 0),
     )
+
+
+def _split(axis: str) -> tuple[str, list[str]]:
+    """Returns the outer letter of an axis, if it has parts within, and its parts."""
+    outer, _, parts = axis.rpartition("(")
+    return outer, parts.rstrip(")").split("+")
 
 
 def check_tensors(

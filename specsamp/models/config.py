@@ -110,8 +110,9 @@ class RecurrentConfig:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Returns the number and the size of the heads of each projection."""
-        keys, values = (self.num_key_heads, self.key_size), (self.num_value_heads, self.value_size)
+        """Returns the number of key heads and the size of each in every projection."""
+        heads, group = self.num_key_heads, self.num_value_heads // self.num_key_heads
+        keys, values = (heads, self.key_size), (heads, group * self.value_size)
         return {"query": keys, "key": keys, "value": values, "gate": values}
 
     @property

@@ -114,7 +114,7 @@ class GatedDelta(nn.Module):
           ValueError: while tracing, if T is too large for a call whose tokens may be removed.
         """
         config, shape = self.config, self.config.recurrent
-        (batch, length, width), heads = x_BTD.shape, shape.num_value_heads
+        (batch, length, width), heads = x_BTD.shape, shape.num_key_heads
         if cache is None:
             cache = RecurrentCache.empty(batch, shape, config.compute_dtype)
         elif lengths_B is None and length > REWIND + 1:
@@ -122,61 +122,58 @@ class GatedDelta(nn.Module):
                 f"a recurrent model reads {length} tokens in a call: give lengths_B, since only "
                 f"{REWIND + 1} tokens can be removed again"
             )
-        q_BMTK, k_BMTK, v_BNTV, z_BNTV = self.project_heads(x_BTD)
-        gates = [
-            contract(
-                "BTD,ND->BNT",
-                x_BTD,
-                weight(self, name, (heads, width), ("kv_heads", "embed"), fan_in=width),
-            )
-            for name in ("share", "decay")
-        ]
-        per_key_head = [_per_key_head(x, shape) for x in (v_BNTV, *(x[..., None] for x in gates))]
-        inputs_BMTX = jnp.concatenate([q_BMTK, k_BMTK, *per_key_head], axis=-1)
+        *inputs, z_BMTX = self.project_heads(x_BTD)
+        group = shape.num_value_heads // heads
+        for name in ("share", "decay"):
+            inputs.append(project(x_BTD, self._projection(name, (heads, group))))
+        inputs_BMTX = jnp.concatenate(inputs, axis=-1)
         out_BNTV, cache = mix(config, self.rule_weights(), inputs_BMTX, start_B, cache, lengths_B)
-        mixed_BNTV = self.normalise(out_BNTV.astype(x_BTD.dtype), z_BNTV)
-        output_NVD = weight(
+        mixed_BNTV = self.normalise(out_BNTV.astype(x_BTD.dtype), _per_value_head(z_BMTX, shape))
+        joined = group * shape.value_size
+        output_MXD = weight(
             self,
             "output",
-            (heads, shape.value_size, width),
+            (heads, joined, width),
             ("kv_heads", "head", "embed"),
-            fan_in=2 * config.num_layers * heads * shape.value_size,
+            fan_in=2 * config.num_layers * heads * joined,
         )
         mixed_BTX = mixed_BNTV.swapaxes(1, 2).reshape(batch, length, -1)
-        output_XD = jax.tree.map(lambda x_NVD: x_NVD.reshape(-1, width), output_NVD)
+        output_XD = jax.tree.map(lambda x_MXD: x_MXD.reshape(-1, width), output_MXD)
         return contract("BTX,XD->BTD", mixed_BTX, output_XD), cache
 
     def project_heads(self, x_BTD: Array) -> list[Array]:
-        """Returns queries and keys ``[B, M, T, K]``, values and their gates ``[B, N, T, V]``."""
-        shape, width = self.config.recurrent, self.config.width
-        return [
-            project(
-                x_BTD,
-                weight(
-                    self, name, (heads, width, size), ("kv_heads", "embed", "head"), fan_in=width
-                ),
-            )
-            for name, (heads, size) in shape.projections.items()
-        ]
+        """Returns queries, keys, values and the gates of outputs, each ``[B, M, T, X]`` with all
+        value heads of a key head.
+        """
+        projections = self.config.recurrent.projections.items()
+        return [project(x_BTD, self._projection(name, shape)) for name, shape in projections]
+
+    def _projection(self, name: str, shape: tuple[int, int]) -> Array:
+        (heads, size), width = shape, self.config.width
+        axes = ("kv_heads", "embed", "head")
+        return weight(self, name, (heads, width, size), axes, fan_in=width)
 
     def rule_weights(self) -> tuple[Array, Array, Array]:
         """Returns the taps of all channels ``[M, X, taps]``, and the rates and biases ``[N]`` of
         decays.
         """
         shape = self.config.recurrent
+        heads = shape.num_key_heads
+        axes = ("kv_heads", "head", None)
         taps = [
             weight(
                 self,
                 f"{name}_taps",
                 (*shape.projections[name], shape.taps),
-                ("kv_heads", "head", None),
+                axes,
                 fan_in=shape.taps,
-            ).reshape(shape.num_key_heads, -1, shape.taps)
+            )
             for name in ("query", "key", "value")
         ]
-        init = nn.with_logical_partitioning(nn.initializers.zeros, ("kv_heads",))
+        init = nn.with_logical_partitioning(nn.initializers.zeros, axes[:2])
         decays = [
-            self.param(name, init, (shape.num_value_heads,)) for name in ("log_rate", "decay_bias")
+            self.param(name, init, (heads, shape.num_value_heads // heads)).reshape(-1)
+            for name in ("log_rate", "decay_bias")
         ]
         return jnp.concatenate(taps, axis=1), *decays
 
@@ -257,15 +254,8 @@ def _rule_inputs(
     return [q * shape.key_size**-0.5, k, _per_value_head(v, shape), g, beta]
 
 
-def _per_key_head(x_BNTV: Array, shape: RecurrentConfig) -> Array:
-    """Joins the value heads of each key head, ``[B, M, T, (N/M) V]``."""
-    batch, _, length, size = x_BNTV.shape
-    parts = x_BNTV.reshape(batch, shape.num_key_heads, -1, length, size).swapaxes(2, 3)
-    return parts.reshape(batch, shape.num_key_heads, length, -1)
-
-
 def _per_value_head(x_BMTX: Array, shape: RecurrentConfig) -> Array:
-    """Reverses `_per_key_head`."""
+    """Splits what the value heads of a key head have together, ``[B, N, T, V]``."""
     batch, heads, length, _ = x_BMTX.shape
     group = shape.num_value_heads // heads
     parts = x_BMTX.reshape(batch, heads, length, group, -1).swapaxes(2, 3)

@@ -62,6 +62,8 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = ((raw >> 40).astype(np.float64) / 2**24 - 0.5) * math.sqrt(12)
     if name.endswith("bias"):
         noise = 0.3 * noise
+    elif name.endswith("A_log"):  # states of recurrent layers last for some tokens
+        noise = 0.3 * noise - 3
     elif len(shape) == 1:  # the scale of a norm
         noise = 1 + 0.3 * noise
     else:
