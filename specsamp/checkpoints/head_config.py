@@ -88,7 +88,9 @@ def parse_head(
       ValueError: another kind of head, a head for another target (width, vocabulary, layers), or an
         unsupported value; names file, key and value.
     """
-    fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype)
+    # Heads have layers of plain attention.
+    plain = dict(recurrent=None, attention_gate=False)
+    fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype, **plain)
     kind = validate.choice(
         f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS)
     )

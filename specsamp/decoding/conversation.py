@@ -133,4 +133,4 @@ class Conversation:
         """
         held = self._engine.num_held(state)[0]
         before = to_host(state.tokens_BS)[0, :held].tolist()
-        return count_known(before, tokens, self._method.drafter)
+        return count_known(before, tokens, self._engine.loop)

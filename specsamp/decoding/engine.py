@@ -336,12 +336,13 @@ def bucket(size: int) -> int:
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
-def count_known(before: Sequence[int], tokens: Sequence[int], drafter: Drafter) -> int:
+def count_known(before: Sequence[int], tokens: Sequence[int], loop: Loop) -> int:
     """Returns the number of first tokens of a sequence that need not be read again.
 
     The last token of ``before`` was not read by the target, and the token before it perhaps not by
     the draft. Slots of a drafter that looks ahead may depend on later tokens that differ, or that a
-    stop has cut from a draft.
+    stop has cut from a draft. A model with recurrent layers reads all tokens again, if more than a
+    few of ``before`` are gone.
 
     Args:
       before: the tokens of a row that its caches hold, see `Engine.num_held`.
@@ -349,7 +350,18 @@ def count_known(before: Sequence[int], tokens: Sequence[int], drafter: Drafter) 
     """
     most = min(len(before), len(tokens))
     common = next((at for at in range(most) if before[at] != tokens[at]), most)
-    return max(min(common, len(tokens) - 1, len(before) - 1) - 1 - hooks_of(drafter).looks_ahead, 0)
+    hooks = hooks_of(loop.drafter)
+    known = max(min(common, len(tokens) - 1, len(before) - 1) - 1 - hooks.looks_ahead, 0)
+    rewind = rewind_of(loop)
+    removed = len(before) - 1 + loop.drafter.K - known
+    return known if rewind is None or removed <= rewind else 0
+
+
+def rewind_of(loop: Loop) -> int | None:
+    """Returns the number of tokens that target and draft can take back; None: any number."""
+    models = loop.target, hooks_of(loop.drafter).draft_model
+    rewinds = [model.rewind for model in models if model is not None and model.rewind is not None]
+    return min(rewinds, default=None)
 
 
 def round_slots(slots: int) -> int:

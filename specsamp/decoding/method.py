@@ -194,6 +194,12 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
             f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes draft ids as "
             "target ids: leave drafter out, or give a TranslatingDrafter"
         )
+    for name, model in (("target", pair.target), ("draft", hooks_of(drafter).draft_model)):
+        if model is not None and model.rewind is not None and K > model.rewind:
+            raise ValueError(
+                f"K = {K}, but the recurrent layers of the {name} take back at most "
+                f"{model.rewind} tokens: draft fewer per round"
+            )
     drafter.check(pair.target, pair.draft, pair.draft_params)
 
 

@@ -485,6 +485,11 @@ def check_model(model: LanguageModel, siblings: int) -> None:
     """Raises ValueError unless ``model``, a target or draft, supports token trees with so many
     siblings.
     """
+    if model.rewind is not None:
+        raise ValueError(
+            "the model has recurrent layers, whose states do not branch: draft chains, with a "
+            "drafter without a tree"
+        )
     if not model.takes_trees:
         raise ValueError(
             f"{type(model).__name__} has no compact(), or its calls take no block, so that it "

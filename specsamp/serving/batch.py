@@ -110,7 +110,7 @@ class Batch:
             spare=max(loop.headroom, chunks[0]),
             programs=Background(self.runner.compile, in_thread=in_background),
         )
-        self.table = SlotTable(size, self._shards, loop.drafter)
+        self.table = SlotTable(size, self._shards, loop)
         self.prefill = Prefill(self.scheduler, self.table, self.runner, chunks, rounds is None)
         self.admission = Admission(
             self.scheduler, self.table, self.sizes, self.runner, self.prefill, width=widths[-1]

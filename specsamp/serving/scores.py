@@ -67,7 +67,8 @@ def _init_cache(target: Any, rows: int, slots: int) -> Any:
 def _score(
     target: Any, weights: Any, tokens_BT: Array, next_BT: Array, start_B: Array, cache: Any
 ) -> tuple[Any, Array, Array, Array]:
-    output = target(weights, tokens_BT, start_B, cache)
+    is_kept = target.with_lengths(start_B + tokens_BT.shape[1] + 1)
+    output = target(weights, tokens_BT, start_B, cache, **is_kept)
     log_probs_BTV = jax.nn.log_softmax(output.logits_BTV.astype(jnp.float32), axis=-1)
     chosen_BT = jnp.take_along_axis(log_probs_BTV, next_BT[..., None], axis=-1)[..., 0]
     values_BTN, ids_BTN = jax.lax.top_k(log_probs_BTV, min(MOST_TOPS, target.vocab_size))

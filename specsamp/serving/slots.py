@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.engine import count_known
+from specsamp.decoding.engine import count_known, rewind_of
+from specsamp.decoding.loop import Loop
 from specsamp.serving.scheduler import Entry
 from specsamp.serving.sizes import Size
 
@@ -23,9 +23,9 @@ class SlotTable:
       size: rows of each data shard, and slots of each row.
     """
 
-    def __init__(self, size: Size, shards: int, drafter: Drafter):
-        """Makes an empty table; the drafter decides how much of a prefix can be copied."""
-        self._shards, self._drafter = shards, drafter
+    def __init__(self, size: Size, shards: int, loop: Loop):
+        """Makes an empty table; models and drafter decide how much of a prefix can be copied."""
+        self._shards, self._loop = shards, loop
         self.clear(size)
 
     def clear(self, size: Size) -> None:
@@ -64,7 +64,7 @@ class SlotTable:
         """Returns the row with the longest prefix of a prompt, and the length of the prefix."""
         best = self.rows(shard)[0], 0
         for row in self.rows(shard):
-            start = count_known(self._held.get(row, ()), prompt, self._drafter)
+            start = count_known(self._held.get(row, ()), prompt, self._loop)
             if start >= max(LEAST_COPIED, best[1] + 1):
                 best = row, start
         return best
@@ -84,6 +84,8 @@ class SlotTable:
         self.clear(size)
         self.entries = [None if row is None else entries[row] for row in sources]
         for row in held:
-            if row in sources:
+            is_cut = len(held[row]) > size.slots
+            # A recurrent state holds the tokens behind the cut, too.
+            if row in sources and not (is_cut and rewind_of(self._loop) is not None):
                 self._held[sources.index(row)] = held[row][: size.slots]
         return sources

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
@@ -15,6 +15,10 @@ from support import golden
 OUTER = {
     "gemma3": dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3"),
     "mistral": dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3"),
+    "qwen3_5": dict(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5"),
+    "qwen3_5_moe": dict(
+        architectures=["Qwen3_5MoeForConditionalGeneration"], model_type="qwen3_5_moe"
+    ),
 }
 # Of transformers 5.24 for absent keys of a text_config.
 SIZES = ("vocab_size", "width", "feedforward_width", "num_layers", "num_heads", "num_kv_heads")
@@ -22,6 +26,8 @@ SIZES += ("head_size", "max_positions", "window", "tied")
 USUAL = {
     "gemma3": (262208, 2304, 9216, 26, 8, 4, 256, 131072, 4096, True),
     "mistral": (32000, 4096, 14336, 32, 32, 8, 128, 131072, 4096, False),
+    "qwen3_5": (248320, 4096, 12288, 32, 16, 4, 256, 32768, None, False),
+    "qwen3_5_moe": (248320, 2048, 512, 40, 16, 2, 256, 32768, None, False),
 }
 
 
@@ -98,3 +104,25 @@ def test_the_outer_key_ties_embeddings_before_the_inner_one():
 def test_another_text_config_is_refused(outer, message):
     with pytest.raises(ValueError, match=message):
         parse_config("config.json", config_of("gemma3", outer), "float32")
+
+
+def test_experts_in_shared_tensors_are_those_in_separate_tensors(tmp_path):
+    """Public files of Qwen 3.5 have both forms; modules of MTP beside the model are left out."""
+    flat = golden.read("qwen3_5_moe").write_checkpoint(tmp_path / "flat")
+    tensors, joined = load_file(flat / "model.safetensors"), tmp_path / "joined"
+    joined.mkdir()
+    (joined / "config.json").write_bytes((flat / "config.json").read_bytes())
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for e in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{prefix}.down_proj"] = down
+    tensors["mtp.fc.weight"] = np.zeros((32, 64), np.float32)
+    save_file(tensors, joined / "model.safetensors")
+    separate, shared = (open_checkpoint(folder, dtype="float32") for folder in (flat, joined))
+    model = TransformerLM(separate.config)
+    expected = read_params(separate, model)
+    jax.tree.map(np.testing.assert_array_equal, read_params(shared, model), expected)

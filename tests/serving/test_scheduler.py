@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from specsamp import NoDrafter
+from specsamp import NoDrafter, TokenRule
 from specsamp.decoding.request import Request
 from specsamp.serving import scheduler as module
 from specsamp.serving.orders import FirstCome, Nearest, ShortestFirst
@@ -14,6 +14,7 @@ from specsamp.serving.prefill import plan
 from specsamp.serving.scheduler import Entry, Scheduler, Stage
 from specsamp.serving.sizes import PATIENCE, Background, Chunks, Resize, Size, Sizes
 from specsamp.serving.slots import SlotTable
+from support.fakes import table_loop
 
 
 def entry(length=4, budget=100, **fields):
@@ -137,7 +138,7 @@ def test_chunks_fit_the_slots_of_every_row(left, slots, is_whole, planned):
 
 
 def test_rows_are_taken_from_the_oldest_texts_and_lend_their_prefixes():
-    table = SlotTable(Size(rows=3, slots=64), 2, NoDrafter())
+    table = SlotTable(Size(rows=3, slots=64), 2, table_loop(TokenRule(), NoDrafter()))
     table.hold(1, range(20))
     table.hold(0, [*range(10), 99, 98, 97])
     assert table.free(0) == [2, 1, 0] and table.free(1) == [3, 4, 5]

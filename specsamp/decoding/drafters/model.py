@@ -70,6 +70,11 @@ class ModelDrafter(DrafterHooks, Drafter):
                 f"{target.vocab_size}: use a draft trained with the target's tokenizer, or a pair "
                 "with a vocabulary, which maps the shared tokens"
             )
+        if self.model.rewind is not None and type(self) is not ModelDrafter:
+            raise ValueError(
+                f"a draft model with recurrent layers drafts with a ModelDrafter, not with a "
+                f"{type(self).__name__}"
+            )
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         if draft not in (None, self.model):

@@ -213,6 +213,10 @@ class TranslatingDrafter(DrafterHooks, Drafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         self._drafter.check(self.model, draft, draft_params)
+        if self.model.rewind is not None:
+            raise ValueError(
+                "a draft with another tokenizer has no recurrent layers: take another draft"
+            )
         positions = self.model.max_positions
         if positions is not None and self.K >= positions:
             raise ValueError(

@@ -68,6 +68,11 @@ class WindowDrafter(Drafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         check_is_target(self.model, target)
+        if target.rewind is not None:
+            raise ValueError(
+                "the target has recurrent layers, whose states hold all tokens: it cannot draft "
+                "with a window"
+            )
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler

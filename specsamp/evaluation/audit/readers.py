@@ -144,7 +144,12 @@ class FirstTokenReader(LanguageModel):
         block: Any = None,
     ) -> Output:
         output = self.target(
-            weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers
+            weights.target,
+            tokens_BT,
+            start_B,
+            cache[0],
+            hidden_layers=self.head.hidden_layers,
+            **self.target.with_lengths(start_B + tokens_BT.shape[1]),
         )
         draft = self._first_of_blocks if self.head.config.drafts_blocks else self._first_of_features
         unembed = functools.partial(self.target.unembed_normed, weights.target)

@@ -183,9 +183,9 @@ def logits_from(
             starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1
         )
         batch = len(tokens_BT)
-        output = model(
-            weights, tokens_BT, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots)
-        )
+        start_B, cache = jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots)
+        ends = model.with_lengths(start_B + tokens_BT.shape[1])
+        output = model(weights, tokens_BT, start_B, cache, **ends)
         return jnp.take_along_axis(output.logits_BTV.astype(jnp.float32), at_BN[..., None], axis=1)
 
     return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, starts_B)

@@ -76,8 +76,10 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
 def _logits(model: TransformerLM) -> jax.Array:
     weights = model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS)
     tokens_BT = jax.random.randint(jax.random.key(1), (2, PROMPT + TOKENS), 0, model.vocab_size)
-    cache = model(
+    read = functools.partial(model, **model.with_lengths(jnp.full(2, PROMPT)))
+    cache = read(
         weights, tokens_BT[:, :PROMPT], jnp.zeros(2, jnp.int32), model.init_cache(2, SLOTS)
     ).cache
-    start_B = jnp.array([PROMPT, PROMPT // 2], jnp.int32)  # in two blocks of slots
+    other = PROMPT // 2 if model.rewind is None else PROMPT
+    start_B = jnp.array([PROMPT, other], jnp.int32)  # in two blocks of slots
     return model(weights, tokens_BT[:, PROMPT:], start_B, cache).logits_BTV

@@ -1,0 +1,182 @@
+"""Decoding with recurrent layers: joint distributions through the whole loop, mutants, refusals."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import Conversation, NgramDrafter, Pair, generate
+from specsamp.decoding.drafters import ModelDrafter, NgramTree, WindowDrafter
+from specsamp.decoding.engine import count_known
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.trees import TreeShape
+from specsamp.models.recurrent import REWIND, RecurrentCache
+from specsamp.models.slots import read_slots, write_slots
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.tree_rules import RecursiveRule
+from specsamp.sampling.warp import chain, temperature
+from support.extras import slow_but
+from support.fakes import FALSE_ALARM, decode, p_value
+from support.hybrids import RECURRENT, hybrid
+
+V, LENGTH, SAMPLES, HEAT = 2, 4, 1500, 2.0
+SAMPLING = chain(temperature(HEAT))
+# Of the first prompt's tokens, the older state takes up the first chunk while it is decoded.
+PROMPTS = [[0, 1, 1, 0] * 12, [1, 0, 1]]
+SMALL = dataclasses.replace(RECURRENT, num_value_heads=1, key_size=4, value_size=4)
+CONFIG = hybrid(vocab_size=V, width=16, num_heads=2, recurrent=SMALL)
+MODEL = TransformerLM(CONFIG)
+
+
+@functools.cache
+def weights(seed):
+    shapes = jax.eval_shape(MODEL.init, jax.random.key(0))
+    rng = np.random.default_rng(seed)
+
+    def draw(path, x):
+        if path[-1].key == "log_rate":
+            return jnp.full(x.shape, -4.0)
+        of_state = "recurrence" in jax.tree_util.keystr(path) and path[-1].key == "output"
+        # States must matter, or mistakes do not.
+        return jnp.asarray(rng.normal(size=x.shape) * (2.0 if of_state else 0.4), jnp.float32)
+
+    return MODEL.prepare(jax.tree_util.tree_map_with_path(draw, shapes))
+
+
+@functools.cache
+def expected(seed):
+    """The distribution of the next tokens of each prompt, from calls without a cache."""
+    joints = []
+    for prompt in PROMPTS:
+        texts = list(itertools.product(range(V), repeat=LENGTH))
+        whole = jnp.asarray([[*prompt, *text] for text in texts])
+        logits = MODEL.forward(weights(seed)["params"], whole).logits_BTV
+        log_probs = np.asarray(jax.nn.log_softmax(logits / HEAT))[:, len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(log_probs, np.array(texts)[..., None], axis=-1)
+        joint = np.exp(chosen.sum((1, 2), dtype=np.float64))
+        joints.append(joint.reshape((V,) * LENGTH) / joint.sum())
+    return joints
+
+
+def p_value_of(rule, drafter, samples=SAMPLES):
+    loop = Loop(target=MODEL, drafter=drafter, rule=rule)
+    budgets = [LENGTH, LENGTH + 1]
+    run = decode(loop, weights(5), weights(1), PROMPTS, budgets, SAMPLING, samples=samples)
+    emitted = run.emitted(LENGTH).reshape(len(PROMPTS), samples, LENGTH)
+    return p_value(list(zip(emitted, expected(5))), powered=False)
+
+
+CASES = {
+    "token rule": (TokenRule(), NgramDrafter(2)),
+    "block rule": (BlockRule(), ModelDrafter(MODEL, 2)),
+    "token rule, model": (TokenRule(), ModelDrafter(MODEL, 2)),
+    "block rule, lookup": (BlockRule(), NgramDrafter(2)),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, "token rule"))
+def test_texts_of_a_hybrid_have_the_distribution_of_its_calls(case):
+    """Also if the draft is a hybrid, whose every step begins before the next round."""
+    assert p_value_of(*CASES[case]) > FALSE_ALARM
+
+
+def wrong_state(cache, state_BNKV, num_chunks_B, num_held):
+    """The position moves on, the state does not."""
+    return ADVANCE(cache, cache.state_BNKV, num_chunks_B, num_held)
+
+
+def replayed_twice(cache, state_BNKV, num_chunks_B, num_held):
+    """The state moves on, and the same inputs are replayed by the next call."""
+    after = ADVANCE(cache, cache.state_BNKV, jnp.zeros_like(num_chunks_B), num_held)
+    return dataclasses.replace(after, state_BNKV=state_BNKV)
+
+
+def stale_input(cache, inputs_BMTX, start_B):
+    """The convolution sees the last rejected token, in the slot of the pending one, before it."""
+    at_B = SMALL.taps - 1 + jnp.maximum(start_B - cache.position_B, 0)
+    stale = read_slots(cache.inputs_BMWX, at_B, 1)
+    changed = dataclasses.replace(
+        cache, inputs_BMWX=write_slots(cache.inputs_BMWX, stale, at_B - 1)
+    )
+    return APPEND(changed, inputs_BMTX, start_B)
+
+
+ADVANCE, APPEND = RecurrentCache.advance, RecurrentCache.append
+MUTANTS = {"advance": (wrong_state, replayed_twice), "append": (stale_input,)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mutant", [(n, each) for n in MUTANTS for each in MUTANTS[n]])
+def test_a_mistake_in_the_recurrent_cache_is_caught(name, mutant, monkeypatch):
+    expected(5)
+    monkeypatch.setattr(RecurrentCache, name, mutant)
+    jax.clear_caches()
+    try:
+        assert p_value_of(TokenRule(), NgramDrafter(2)) < FALSE_ALARM
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
+
+
+@functools.cache
+def pair():
+    return Pair(target=MODEL, target_params=weights(5)["params"])
+
+
+@pytest.mark.parametrize(
+    "drafter, message",
+    [
+        (NgramDrafter(REWIND + 1), "recurrent layers of the target take back at most 16 tokens"),
+        (NgramTree(tree=TreeShape.of_widths(2, 1)), "states do not branch"),
+        (WindowDrafter(MODEL, 2, window=8), "cannot draft with a window"),
+    ],
+)
+def test_drafters_that_a_hybrid_cannot_serve_are_refused(drafter, message):
+    rule = RecursiveRule() if isinstance(drafter, NgramTree) else TokenRule()
+    with pytest.raises(ValueError, match=message):
+        generate(pair(), [[0, 1]], 4, drafter=drafter, rule=rule)
+
+
+def test_a_long_call_without_lengths_and_a_block_are_refused():
+    cache, start_B = MODEL.init_cache(1, 64), jnp.zeros(1, jnp.int32)
+    tokens_BT = jnp.zeros((1, REWIND + 2), jnp.int32)
+    with pytest.raises(ValueError, match="give lengths_B"):
+        jax.eval_shape(functools.partial(MODEL, weights(5)), tokens_BT, start_B, cache)
+
+
+def test_a_call_before_the_older_state_gives_no_distribution():
+    """Wrong logits would pass for right ones; rows end as invalid instead."""
+    cache, lengths_B = MODEL.init_cache(1, 64), jnp.array([60])
+    tokens_BT, call = jnp.zeros((1, 64), jnp.int32), jax.jit(MODEL.__call__)
+    cache = call(weights(5), tokens_BT, jnp.array([0]), cache, lengths_B=lengths_B).cache
+    for start, is_valid in ((59, True), (32, True), (31, False)):
+        output = call(weights(5), tokens_BT[:, :2], jnp.array([start]), cache)
+        assert bool(jnp.isfinite(output.logits_BTV).all()) == is_valid
+
+
+@pytest.mark.parametrize("kept, known", [(39, 37), (30, 28), (20, 0), (5, 0)])
+def test_a_prefix_is_reused_only_as_far_back_as_states_reach(kept, known):
+    """The older state holds the tokens before; `Conversation` and `Batch` read the text again."""
+    loop = Loop(target=MODEL, drafter=NgramDrafter(4), rule=TokenRule())
+    before, text = [0] * 40, [0] * kept + [1] * 30
+    assert count_known(before, text, loop) == known
+
+
+def test_a_conversation_with_a_hybrid_continues_and_edits_its_text():
+    chat = Conversation(pair(), max_tokens=128, draft_length=2, drafter=NgramDrafter(2))
+    text = PROMPTS[0]
+    for _ in range(2):
+        list(chat.stream(text, 6))
+        alone = generate(pair(), [text], 6, draft_length=0)[0].tokens
+        assert chat.tokens == [*text, *alone]
+        text = [*chat.tokens, 1, 0]
+    assert chat.tokens_read < 10
+    text = [1, *PROMPTS[0]]
+    list(chat.stream(text, 6))
+    assert chat.tokens == [*text, *generate(pair(), [text], 6, draft_length=0)[0].tokens]
+    assert chat.tokens_read == len(text)
