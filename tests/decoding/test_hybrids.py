@@ -24,10 +24,10 @@ from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, p_value
 from support.hybrids import RECURRENT, hybrid
 
-V, LENGTH, SAMPLES, HEAT = 2, 4, 1500, 2.0
+V, LENGTH, SAMPLES, HEAT = 2, 4, 1000, 2.0
 SAMPLING = chain(temperature(HEAT))
-# Of the first prompt's tokens, the older state takes up the first chunk while it is decoded.
-PROMPTS = [[0, 1, 1, 0] * 12, [1, 0, 1]]
+# The older state takes up the first chunk of one prompt in decoding, of the other in reading it.
+PROMPTS = [[0, 1, 1, 0] * 12, [0, 1, 1, 0] * 13]
 SMALL = dataclasses.replace(RECURRENT, num_value_heads=1, key_size=4, value_size=4)
 CONFIG = hybrid(vocab_size=V, width=16, num_heads=2, recurrent=SMALL)
 MODEL = TransformerLM(CONFIG)
@@ -110,11 +110,41 @@ ADVANCE, APPEND = RecurrentCache.advance, RecurrentCache.append
 MUTANTS = {"advance": (wrong_state, replayed_twice), "append": (stale_input,)}
 
 
-@pytest.mark.slow
+def error_of_calls():
+    """The largest error of logits, where each call's last token is wrong and is removed again."""
+    text_BT = jnp.asarray(np.random.default_rng(0).integers(0, V, size=(1, 103)))
+    expected_BTV = MODEL.forward(weights(5)["params"], text_BT).logits_BTV
+    call, cache, error = (
+        jax.jit(lambda *given, **more: MODEL(*given, **more)),
+        MODEL.init_cache(1, 128),
+        0.0,
+    )
+    cache = call(
+        weights(5), text_BT[:, :48], jnp.array([0]), cache, lengths_B=jnp.array([41])
+    ).cache
+    for start in range(40, 100, 2):
+        fed_BT = text_BT[:, start : start + 3].at[:, 2].set(1 - text_BT[:, start + 2])
+        output = call(weights(5), fed_BT, jnp.array([start]), cache)
+        cache = output.cache
+        moved = output.logits_BTV[:, :2] - expected_BTV[:, start : start + 2]
+        error = max(error, float(jnp.abs(moved).max()))
+    return error
+
+
+def test_calls_after_rejections_have_the_logits_of_one_call():
+    assert error_of_calls() < 1e-4
+
+
 @pytest.mark.parametrize("name, mutant", [(n, each) for n in MUTANTS for each in MUTANTS[n]])
-def test_a_mistake_in_the_recurrent_cache_is_caught(name, mutant, monkeypatch):
-    expected(5)
+def test_a_mistake_in_the_recurrent_cache_moves_logits(name, mutant, monkeypatch):
     monkeypatch.setattr(RecurrentCache, name, mutant)
+    assert error_of_calls() > 1e-2
+
+
+@pytest.mark.slow
+def test_a_convolution_that_saw_a_rejected_token_is_caught(monkeypatch):
+    expected(5)
+    monkeypatch.setattr(RecurrentCache, "append", stale_input)
     jax.clear_caches()
     try:
         assert p_value_of(TokenRule(), NgramDrafter(2)) < FALSE_ALARM
@@ -142,7 +172,7 @@ def test_drafters_that_a_hybrid_cannot_serve_are_refused(drafter, message):
         generate(pair(), [[0, 1]], 4, drafter=drafter, rule=rule)
 
 
-def test_a_long_call_without_lengths_and_a_block_are_refused():
+def test_a_long_call_without_lengths_is_refused():
     cache, start_B = MODEL.init_cache(1, 64), jnp.zeros(1, jnp.int32)
     tokens_BT = jnp.zeros((1, REWIND + 2), jnp.int32)
     with pytest.raises(ValueError, match="give lengths_B"):
@@ -159,7 +189,7 @@ def test_a_call_before_the_older_state_gives_no_distribution():
         assert bool(jnp.isfinite(output.logits_BTV).all()) == is_valid
 
 
-@pytest.mark.parametrize("kept, known", [(39, 37), (30, 28), (20, 0), (5, 0)])
+@pytest.mark.parametrize("kept, known", [(39, 38), (30, 29), (20, 0), (5, 0)])
 def test_a_prefix_is_reused_only_as_far_back_as_states_reach(kept, known):
     """The older state holds the tokens before; `Conversation` and `Batch` read the text again."""
     loop = Loop(target=MODEL, drafter=NgramDrafter(4), rule=TokenRule())
