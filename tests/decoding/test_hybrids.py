@@ -20,7 +20,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import chain, temperature
-from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, p_value
 from support.hybrids import RECURRENT, hybrid
 
@@ -79,7 +78,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "token rule"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_texts_of_a_hybrid_have_the_distribution_of_its_calls(case):
     """Also if the draft is a hybrid, whose every step begins before the next round."""
     assert p_value_of(*CASES[case]) > FALSE_ALARM
@@ -135,6 +135,7 @@ def test_calls_after_rejections_have_the_logits_of_one_call():
     assert error_of_calls() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mutant", [(n, each) for n in MUTANTS for each in MUTANTS[n]])
 def test_a_mistake_in_the_recurrent_cache_moves_logits(name, mutant, monkeypatch):
     monkeypatch.setattr(RecurrentCache, name, mutant)
@@ -197,6 +198,7 @@ def test_a_prefix_is_reused_only_as_far_back_as_states_reach(kept, known):
     assert count_known(before, text, loop) == known
 
 
+@pytest.mark.slow
 def test_a_conversation_with_a_hybrid_continues_and_edits_its_text():
     chat = Conversation(pair(), max_tokens=128, draft_length=2, drafter=NgramDrafter(2))
     text = PROMPTS[0]

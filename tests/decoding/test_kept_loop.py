@@ -63,6 +63,7 @@ def traced(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch):
     expected, compiled = texts(decoder()), traced(monkeypatch)
     assert texts(with_kept(decoder())) == expected

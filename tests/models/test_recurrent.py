@@ -83,6 +83,7 @@ def read_in_random_calls(rows, seed):
     return cache
 
 
+@pytest.mark.slow
 def test_states_of_1000_random_splits_with_rejections_are_bit_equal():
     states = []
     for turn in range(SPLITS // ROWS):

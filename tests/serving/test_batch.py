@@ -23,7 +23,6 @@ from specsamp.serving.orders import ShortestFirst
 from specsamp.serving.runner import Runner
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Size
-from support.extras import slow_but
 from support.fakes import random_table
 from support.heads import LayeredTable, eagle3, mtp
 from support.services import compile_all, submit
@@ -180,7 +179,8 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
         assert texts.batch.admission.preempted == 1
 
 
-@pytest.mark.parametrize("kind", slow_but([*PAIRS, "lost"], "model", "lost"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*PAIRS, "lost"])
 def test_preempted_text_and_copied_prefix_change_no_text(small, monkeypatch, kind):
     """Two long texts, the second of which copies the beginning of the first, give up a row to a
     short one.

@@ -95,6 +95,7 @@ def decoded_logits(head, params, target_params, tokens_T, row):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head, row", slow_but([(REDUCED, 7), (MODULE, 5), (MEDUSA, 3)], (REDUCED, 7))
 )
