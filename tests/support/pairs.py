@@ -56,14 +56,12 @@ from support.weights import drawn_params
 
 V, LENGTH, STOP = 4, 3, 0
 FAMILY = TreeShape((0, 0, 0, 1, 2))  # three siblings
-CHAINS = (
-    "model parallel tokenizer window voting EAGLE-3 Medusa modules DSpark beam choices none logs"
-).split()
-CHAINS += ["early exit", "DFlash 2", "prompt lookup"]
-TREES = ("model tree", "grown tree", "EAGLE-3 tree", "Medusa tree", "block tree")
-KINDS = {name: (DRAFTERS | OTHERS)[name] for name in (*CHAINS, *TREES)} | {
-    "three siblings": Kind(twice, lambda pair: ModelTree(pair.draft, tree=FAMILY), (0, FAMILY.K))
-}
+CHAINS = "model parallel tokenizer window voting EAGLE-3 Medusa modules DSpark beam choices".split()
+CHAINS += ["none", "early exit", "prompt lookup"]
+TREES = ("model tree", "EAGLE-3 tree", "block tree", "three siblings")
+SIBLINGS = Kind(twice, lambda pair: ModelTree(pair.draft, tree=FAMILY), (0, FAMILY.K))
+DRAFTS = DRAFTERS | OTHERS | {"three siblings": SIBLINGS}
+KINDS = {name: DRAFTS[name] for name in (*CHAINS, *TREES)}
 NUCLEUS = chain(temperature(1.2), top_p(0.9))
 STOPS = Confidence(0.3)
 EARLY = bias({STOP: -np.inf}, until=2)
@@ -263,7 +261,7 @@ def p_value(texts_ST, distribution):
 
 def default_for(chosen):
     """Returns a case with the chosen values, whose drafter and rule fit if neither is chosen."""
-    if chosen.get("drafter") in (*TREES, "three siblings") and "rule" not in chosen:
+    if chosen.get("drafter") in TREES and "rule" not in chosen:
         return Case(**chosen, rule="recursive")
     if chosen.get("rule") in OF_TREES and "drafter" not in chosen:
         return Case(**chosen, drafter="model tree")
