@@ -247,6 +247,7 @@ def _dense_layers(fields: Fields) -> tuple[int, ...]:
 
 def _hybrid_layers(fields: Fields, shape: dict) -> dict:
     """Returns the recurrent layers, and the rotation of a part of each head."""
+    fields.require("hidden_act", "silu")  # also that of the convolution
     if shape["attention_bias"]:
         raise ValueError(f"{fields.path} says attention_bias = true; this family has none here")
     every, num_layers = fields("full_attention_interval", 4), shape["num_layers"]

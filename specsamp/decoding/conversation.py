@@ -133,4 +133,5 @@ class Conversation:
         """
         held = self._engine.num_held(state)[0]
         before = to_host(state.tokens_BS)[0, :held].tolist()
-        return count_known(before, tokens, self._engine.loop)
+        end = int(to_host(state.lengths_B)[0])
+        return count_known(before, tokens, self._engine.loop, end)

@@ -336,7 +336,7 @@ def bucket(size: int) -> int:
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
-def count_known(before: Sequence[int], tokens: Sequence[int], loop: Loop) -> int:
+def count_known(before: Sequence[int], tokens: Sequence[int], loop: Loop, end: int = 0) -> int:
     """Returns the number of first tokens of a sequence that need not be read again.
 
     The last token of ``before`` was not read by the target, and the token before it perhaps not by
@@ -347,13 +347,14 @@ def count_known(before: Sequence[int], tokens: Sequence[int], loop: Loop) -> int
     Args:
       before: the tokens of a row that its caches hold, see `Engine.num_held`.
       tokens: the whole new sequence.
+      end: the length that the row had reached, if more than ``before``: recurrent states hold all.
     """
     most = min(len(before), len(tokens))
     common = next((at for at in range(most) if before[at] != tokens[at]), most)
     hooks = hooks_of(loop.drafter)
     known = max(min(common, len(tokens) - 1, len(before) - 1) - 1 - hooks.looks_ahead, 0)
     rewind = rewind_of(loop)
-    removed = len(before) - 1 + loop.drafter.K - known
+    removed = max(len(before), end) - 1 + loop.drafter.K - known
     return known if rewind is None or removed <= rewind else 0
 
 

@@ -64,7 +64,9 @@ class RecurrentCache(LayerCache):
         length, before = inputs_BMTX.shape[2], self.inputs_BMWX.shape[2] - HELD
         is_new_B = start_B == 0
         position_B = jnp.where(is_new_B, 0, self.position_B)
-        inputs = _lengthen(self.inputs_BMWX, -(-length // CHUNK) * CHUNK)
+        # What an earlier sequence left may be NaN, whose product with 0 is NaN.
+        kept = jnp.where(is_new_B[:, None, None, None], 0, self.inputs_BMWX)
+        inputs = _lengthen(kept.astype(self.inputs_BMWX.dtype), -(-length // CHUNK) * CHUNK)
         at_B = before + jnp.clip(start_B - position_B, 0, HELD)
         inputs = write_slots(inputs, inputs_BMTX.astype(inputs.dtype), at_B)
         is_before = jnp.arange(inputs.shape[2])[None, None, :, None] < before

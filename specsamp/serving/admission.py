@@ -37,9 +37,7 @@ class Admission:
         size = self._sizes.choose(table.size, decoding, scheduler.waiting)
         if size != table.size:
             self._runner.resize(table.resize(size), size)
-        for row, entry in table.decoding:
-            if not self._fits(entry):
-                self._preempt(row, entry)
+        self.preempt_outgrown()
         taken: list[Entry] = []
         full = [shard for shard in self._shards if not table.free(shard)]
         for shard in full if scheduler.order.preempts else ():
@@ -49,6 +47,12 @@ class Admission:
             if entry is not None:
                 taken.append(newcomer)
                 self._preempt(rows[entry], entry, after=newcomer)
+
+    def preempt_outgrown(self) -> None:
+        """Preempts the texts whose next step might not fit their slots; they wait for more."""
+        for row, entry in self._table.decoding:
+            if not self._fits(entry):
+                self._preempt(row, entry)
 
     def clear(self, row: int) -> None:
         """Writes an empty row, which has ended, over a row."""
@@ -73,6 +77,7 @@ class Admission:
                 row = free[shard].pop(0)
                 if entry.stage == Stage.PREEMPTED:
                     self._runner.bring_back(entry.kept, entry.request, row)
+                    self._table.hold(row, ())
                     self._table.entries[row] = entry
                     self._scheduler.resume(entry)
                     return True

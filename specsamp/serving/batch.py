@@ -135,7 +135,9 @@ class Batch:
         the budget of a step allows.
         """
         self.runner.begin()
-        if not self.prefill.entries:
+        if self.prefill.entries:
+            self.admission.preempt_outgrown()
+        else:
             self.admission.fit()
         budget = self.prefill.budget
         while self.prefill.entries or self.admission.admit():
@@ -178,7 +180,7 @@ class Batch:
             entry.rounds, entry.length = rounds_B[row], lengths_B[row]
             # Before its first round a row cannot be extended: heads keep a chunk's last feature.
             if entry.rounds:
-                self.table.hold(row, entry.request.prompt[: held_B[row]])
+                self.table.hold(row, entry.request.prompt[: held_B[row]], lengths_B[row])
         found, lost, late = [], 0, [False] * len(rounds_B)
         if always or any(
             finish_B[row] != Finish.RUNNING or entry.request.stops.texts for row, entry in decoding
@@ -187,7 +189,8 @@ class Batch:
             found = [(entry, read(state, row, entry)) for row, entry in decoding]
         for (row, _), (entry, text) in zip(decoding, found):
             if text is not None:
-                self.table.hold(row, (*entry.request.prompt, *text.tokens)[: held_B[row]])
+                tokens = *entry.request.prompt, *text.tokens
+                self.table.hold(row, tokens[: held_B[row]], lengths_B[row])
                 if text.finish == Finish.RUNNING:
                     continue
                 entry.length = len(entry.request.prompt) + len(text.tokens)

@@ -93,8 +93,10 @@ def generate_many(
                 "sampling requests have budgets, seeds, stops and samples of their own: leave out "
                 "max_new_tokens, log, seed, stop, num_samples and prompt_ids"
             )
-        method, requests = _make_all(pair, method, prompts, learner is not None)
+        asked = list(prompts)
+        method, requests = _make_all(pair, method, asked, learner is not None)
     else:
+        asked = []
         requests = make_requests(
             pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids
         )
@@ -117,7 +119,7 @@ def generate_many(
     if any(request.draft_length is not None for request in requests):
         engine = dataclasses.replace(engine, own_lengths=True)
     batch = Batch(engine, rows=rows, together=TOGETHER, order=order)
-    return Queue(engine, requests, batch, log, learner)
+    return Queue(engine, requests, batch, log, learner, asked)
 
 
 def _make_all(
@@ -129,6 +131,8 @@ def _make_all(
     intake = Intake(pair, method, context=context, has_grammars=has_grammars, learns=learns)
     requests, count = [], 0
     for one in asked:
+        if one.is_streamed or one.is_scored:
+            raise ValueError("generate_many neither streams nor scores: leave both out")
         for request in intake.make(one, one):
             request.prompt_index += count
             requests.append(request)
@@ -154,8 +158,13 @@ class Queue(Iterator[Completion]):
         batch: Batch,
         log: CompletionLog | None = None,
         learner: Learner | None = None,
+        asked: Sequence[SamplingRequest] = (),
     ):
-        """Makes a queue that decodes nothing before the first `next`."""
+        """Makes a queue that decodes nothing before the first `next`.
+
+        ``asked`` has the sampling requests of the requests; grammars live as long as these.
+        """
+        self._asked = asked
         self._learner = learner
         self._engine, self.batch, self._log, self.usage = engine, batch, log, batch.usage
         known = {} if log is None else dict(log.completions)
@@ -163,6 +172,12 @@ class Queue(Iterator[Completion]):
         batch.scheduler.waiting += [
             Entry(one) for one in requests if (one.prompt_index, one.sample_index) not in known
         ]
+        owners = [one for one in asked for _ in one.prompts]
+        for entry in batch.scheduler.waiting if owners else ():
+            owner = owners[entry.request.prompt_index]
+            entry.client, entry.priority = owner.client, owner.priority
+        if owners:
+            batch.scheduler.sort()
         self._completions = self._decode(list(known.values()))
 
     def __next__(self) -> Completion:

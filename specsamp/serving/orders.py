@@ -63,7 +63,8 @@ class ShortestFirst(Order):
       predictor: returns the number of tokens of a request's text; None: learns from finished texts
         of near prompts, see `Nearest`.
       aging: tokens that a second of waiting is worth: a text with L tokens left is passed only by
-        texts that come within L / aging seconds. 0: long texts may wait for ever.
+        texts of its client and priority that come within L / aging seconds. 0: long texts may wait
+        for ever.
       worth: the fewest tokens by which a text must be shorter than another to preempt it.
     """
 
@@ -143,6 +144,8 @@ class Nearest:
         near_N = self._counts_NW[:count] @ self._counts(request.prompt)
         nearest = np.argsort(-near_N, kind="stable")[: self.NEIGHBOURS]
         predicted = float(self._lengths_N[nearest].mean())
+        if len(self._known) >= self.CAPACITY:
+            self._known.clear()
         self._known[request.prompt] = predicted, self._learned
         return min(predicted, request.max_new_tokens)
 

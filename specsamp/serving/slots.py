@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specsamp.decoding.engine import count_known, rewind_of
+from specsamp.decoding.engine import count_known
 from specsamp.decoding.loop import Loop
 from specsamp.serving.scheduler import Entry
 from specsamp.serving.sizes import Size
@@ -33,7 +33,7 @@ class SlotTable:
         self.size = size
         self.entries: list[Entry | None] = [None] * (size.rows * self._shards)
         # The last used row last.
-        self._held: dict[int, tuple[int, ...]] = {}
+        self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # see `hold`
 
     @property
     def decoding(self) -> list[tuple[int, Entry]]:
@@ -50,11 +50,16 @@ class SlotTable:
         free = [row for row in self.rows(shard) if self.entries[row] is None]
         return sorted(free, key=lambda row: ages.get(row, -1))
 
-    def hold(self, row: int, tokens: Sequence[int]) -> None:
-        """Records the tokens in the slots of a row; none if the draft has changed meanwhile."""
+    def hold(self, row: int, tokens: Sequence[int], end: int = 0) -> None:
+        """Records the tokens in the slots of a row; none if the draft has changed meanwhile.
+
+        Args:
+          end: the length that the row had reached, see `count_known`.
+        """
         entry = self.entries[row]
         self._held.pop(row, None)
-        self._held[row] = () if entry is not None and entry.is_outdated else tuple(tokens)
+        is_outdated = entry is not None and entry.is_outdated
+        self._held[row] = () if is_outdated else tuple(tokens), end
 
     def forget(self) -> None:
         """Makes all present tokens useless for later prompts."""
@@ -64,7 +69,8 @@ class SlotTable:
         """Returns the row with the longest prefix of a prompt, and the length of the prefix."""
         best = self.rows(shard)[0], 0
         for row in self.rows(shard):
-            start = count_known(self._held.get(row, ()), prompt, self._loop)
+            tokens, end = self._held.get(row, ((), 0))
+            start = count_known(tokens, prompt, self._loop, end)
             if start >= max(LEAST_COPIED, best[1] + 1):
                 best = row, start
         return best
@@ -84,8 +90,8 @@ class SlotTable:
         self.clear(size)
         self.entries = [None if row is None else entries[row] for row in sources]
         for row in held:
-            is_cut = len(held[row]) > size.slots
-            # A recurrent state holds the tokens behind the cut, too.
-            if row in sources and not (is_cut and rewind_of(self._loop) is not None):
-                self._held[sources.index(row)] = held[row][: size.slots]
+            if row in sources:
+                tokens, end = held[row]
+                end = max(end, len(tokens))
+                self._held[sources.index(row)] = tokens[: size.slots], end
         return sources

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp import Pair, chain, generate, temperature
+from specsamp import NgramDrafter, Pair, chain, generate, temperature
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
@@ -25,6 +25,7 @@ from specsamp.serving.service import Service
 from specsamp.serving.sizes import Size
 from support.fakes import random_table
 from support.heads import LayeredTable, eagle3, mtp
+from support.hybrids import hybrid
 from support.services import compile_all, submit
 from support.weights import drawn_params
 
@@ -208,6 +209,44 @@ def test_preempted_text_and_copied_prefix_change_no_text(small, monkeypatch, kin
             texts.check()
     else:
         texts.check()
+
+
+def hybrid_pair():
+    target = TransformerLM(hybrid(vocab_size=V))
+    return Pair(target=target, target_params=drawn_params(target)), NgramDrafter(K)
+
+
+@pytest.mark.slow
+def test_prompt_of_a_hybrid_that_is_far_ahead_is_read_again(monkeypatch):
+    """A recurrent state cannot be taken back to the end of the prompt that two requests share."""
+    monkeypatch.setitem(PAIRS, "hybrid", hybrid_pair)
+    texts, prompt = Texts("hybrid", rows=2, in_background=False), [3, 1, 4, 1, 5, 9, 2, 6] * 4
+    texts.ask(prompt, 75)
+    while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].emitted < 66:
+        texts.step()
+    texts.ask(prompt, 9)
+    while texts.service.unfinished:
+        texts.step()
+    texts.check()
+
+
+def test_row_of_a_resumed_text_lends_no_former_prefix(small):
+    """A preempted text comes back to the row of a text that has ended, and a request with the
+    prompt of the ended one comes in the same step.
+    """
+    order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
+    texts, begun = Texts(rows=1, in_background=False, order=order), [3, 1, 4, 1, 5, 9, 2, 6] * 5
+    texts.ask([7, 8], 40)
+    for _ in range(3):
+        texts.step()
+    texts.ask(begun, 3)
+    while not texts.batch.admission.preempted or texts.service.unfinished > 1:
+        texts.step()
+    texts.batch.fill()  # the first text is back in the only row
+    assert texts.batch.table.longest_prefix(0, begun) == (0, 0)
+    while texts.service.unfinished:
+        texts.step()
+    texts.check()
 
 
 def test_long_prompt_delays_a_running_text_by_two_chunks(monkeypatch):

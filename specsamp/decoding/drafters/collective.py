@@ -163,6 +163,12 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             )
         for part, own in zip(self.parts, self._each(draft_params)):
             part.check(target, draft, own)
+            model = hooks_of(part).draft_model
+            if model is not None and model.rewind is not None:
+                raise ValueError(
+                    f"{type(part).__name__} drafts with recurrent layers, which do not take part "
+                    f"in a {type(self).__name__}: use it alone"
+                )
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
         return tuple(part.prepare(own) for part, own in zip(self.parts, self._each(params)))
