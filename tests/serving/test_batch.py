@@ -230,6 +230,7 @@ def test_prompt_of_a_hybrid_that_is_far_ahead_is_read_again(monkeypatch):
     texts.check()
 
 
+@pytest.mark.slow
 def test_row_of_a_resumed_text_lends_no_former_prefix(small):
     """A preempted text comes back to the row of a text that has ended, and a request with the
     prompt of the ended one comes in the same step.
@@ -246,6 +247,22 @@ def test_row_of_a_resumed_text_lends_no_former_prefix(small):
     assert texts.batch.table.longest_prefix(0, begun) == (0, 0)
     while texts.service.unfinished:
         texts.step()
+    texts.check()
+
+
+@pytest.mark.slow
+def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(small, monkeypatch):
+    texts = Texts(rows=2, in_background=False)
+    texts.ask([3, 1, 4, 1, 5] * 4, 80)
+    while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].length < 36:
+        texts.step()
+    monkeypatch.setattr(texts.batch.prefill, "_chunks", (4,))
+    texts.batch.prefill.budget = 4
+    slots = texts.batch.table.size.slots
+    texts.ask([2] * 40, 1)
+    while texts.service.unfinished:
+        texts.step()
+    assert texts.batch.table.size.slots > slots
     texts.check()
 
 
