@@ -66,7 +66,9 @@ def test_texts_of_further_cases_have_the_distribution_of_the_target(part):
     check_part(part)
 
 
-DRAWN = ("model", "parallel", "early exit", "window", "EAGLE-3", "modules", "DSpark", "tokenizer")
+# Drafts that err: a window over so short a text is nearly the target, so hardly any residual is
+# drawn.
+DRAWN = ("model", "parallel", "EAGLE-3", "modules", "DSpark", "tokenizer")
 
 
 def is_drafted(case):
