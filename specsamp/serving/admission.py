@@ -23,14 +23,18 @@ class Admission:
         width: int,
     ):
         """Takes the parts of a batch, and how many prompts of a data shard are read together."""
-        self._scheduler, self._table, self._sizes = scheduler, table, sizes
-        self._runner, self._prefill, self._width = runner, prefill, width
+        self._scheduler = scheduler
+        self._table = table
+        self._sizes = sizes
+        self._runner = runner
+        self._prefill = prefill
+        self._width = width
         self._shards = range(sizes.shards)
         self.preempted = 0  # number of preemptions
 
     def fit(self) -> None:
         """Changes the size if necessary, and preempts texts that outgrow their slots, or that the
-        order ranks behind waiting requests.
+        order ranks behind waiting requests; for these at most as many as there are rows.
         """
         table, scheduler = self._table, self._scheduler
         decoding = [entry for _, entry in table.decoding]
@@ -41,6 +45,9 @@ class Admission:
         taken: list[Entry] = []
         full = [shard for shard in self._shards if not table.free(shard)]
         for shard in full if scheduler.order.preempts else ():
+            kept = sum(entry.stage == Stage.PREEMPTED for entry in scheduler.waiting)
+            if kept >= len(table.entries):  # a row takes as much host memory as of the device
+                break
             newcomer = scheduler.next(shard, lambda entry: entry not in taken and self._fits(entry))
             rows = {table.entries[row]: row for row in table.rows(shard)}
             entry = newcomer and scheduler.displaced(newcomer, rows)
@@ -68,7 +75,8 @@ class Admission:
         free = [self._table.free(shard) for shard in shards]
         if min(len(self._scheduler.waiting) // len(shards), *map(len, free)) < width:
             width = 1
-        entries, rows = [None] * (len(shards) * width), [None] * (len(shards) * width)
+        entries = [None] * (len(shards) * width)
+        rows = [None] * (len(shards) * width)
         for turn in range(width):
             for shard in (shard for shard in shards if free[shard]):
                 entry = self._scheduler.next(shard, self._fits, can_resume=not any(entries))

@@ -17,6 +17,7 @@ from specsamp import (
     BlockRule,
     ModelDrafter,
     NgramDrafter,
+    SamplingRequest,
     TokenRule,
     chain,
     generate,
@@ -314,6 +315,19 @@ def test_a_text_is_a_call_where_it_must_be(choice, streams):
     else:
         assert (finish, calls) == ("tool_calls", [{"name": "f", "arguments": '{"x": "bc"}'}])
         assert not message.get("content") and len(choices) == 1
+
+
+@pytest.mark.slow
+def test_grammar_of_a_queue_lives_as_long_as_the_queue():
+    pair = dataclasses.replace(
+        counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES
+    )
+    cold = make_warp({"temperature": 0})
+    asked = dict(prompts=["a"], max_new_tokens=12, sampling=cold, grammar=("regex", "bcd[egx]{3}!"))
+    work = generate_many(pair, [SamplingRequest(**asked)], sampling=cold, draft_length=2)
+    gc.collect()
+    (completion,) = work
+    assert completion.text == "bcdeee!"
 
 
 def test_where_grammars_are_refused():

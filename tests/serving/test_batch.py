@@ -251,6 +251,21 @@ def test_row_of_a_resumed_text_lends_no_former_prefix(small):
 
 
 @pytest.mark.slow
+def test_host_memory_has_at_most_as_many_texts_as_rows(small):
+    """Each request is shorter than all before it."""
+    order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
+    texts = Texts(rows=1, in_background=False, order=order)
+    for budget in (90, 60, 35, 10):
+        texts.ask([budget % V], budget)
+        texts.step()
+        assert sum(entry.kept is not None for entry in texts.batch.scheduler.waiting) <= 1
+    while texts.service.unfinished:
+        texts.step()
+    assert texts.batch.admission.preempted
+    texts.check()
+
+
+@pytest.mark.slow
 def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(small, monkeypatch):
     texts = Texts(rows=2, in_background=False)
     texts.ask([3, 1, 4, 1, 5] * 4, 80)

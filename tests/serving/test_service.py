@@ -91,6 +91,12 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
     assert stats.emitted == 9 and stats.accepted > 0 and service.unfinished == 0
 
 
+def test_queue_of_requests_begins_with_the_smallest_priority():
+    asked = [sampling_request(["a"], priority=5), sampling_request(["b"], priority=-5)]
+    first = next(generate_many(PAIR, asked, rows=1, method=QUEUE))
+    assert first.prompt_index == 1
+
+
 def test_prompts_of_any_length_up_to_the_context(service):
     """And without a budget a text has all the room."""
     ((tokens, finish, _),) = Caller(service, ["ab"], None).wait()
