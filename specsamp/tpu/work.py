@@ -82,6 +82,8 @@ class Shape:
     def of(cls, config: TransformerConfig) -> Shape:
         """Takes the sizes of a transformer; tables that are only looked up are left out."""
         embeddings = config.vocab_size * config.width
+        # The states of recurrent layers are not counted.
+        attentions = config.num_layers - sum(map(config.is_recurrent, range(config.num_layers)))
         tables = (
             embeddings * (1 if config.tied else 2)
             + config.num_ngram_tables * config.ngram_rows * config.width
@@ -92,7 +94,7 @@ class Shape:
             width=config.width,
             parameters=config.num_parameters - config.num_expert_parameters - tables,
             head_parameters=embeddings,
-            cached=2 * config.num_layers * config.num_kv_heads * config.head_size,
+            cached=2 * attentions * config.num_kv_heads * config.head_size,
             expert_parameters=3 * config.width * experts.width if experts else 0.0,
             expert_layers=config.num_sparse_layers,
             experts=experts.num_experts if experts else 0,
