@@ -111,8 +111,10 @@ class RecurrentConfig:
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """Returns the number of key heads and the size of each in every projection."""
-        heads, group = self.num_key_heads, self.num_value_heads // self.num_key_heads
-        keys, values = (heads, self.key_size), (heads, group * self.value_size)
+        heads = self.num_key_heads
+        group = self.num_value_heads // heads
+        keys = heads, self.key_size
+        values = heads, group * self.value_size
         return {"query": keys, "key": keys, "value": values, "gate": values}
 
     @property
@@ -125,7 +127,8 @@ class RecurrentConfig:
 
     def num_parameters(self, width: int) -> int:
         """Returns the number of parameters of a layer's recurrent part."""
-        heads, values = self.num_value_heads, self.num_value_heads * self.value_size
+        heads = self.num_value_heads
+        values = heads * self.value_size
         mixed = 2 * self.num_key_heads * self.key_size + values
         projections = width * (mixed + 2 * values + 2 * heads)
         return projections + mixed * self.taps + 2 * heads + self.value_size

@@ -36,7 +36,7 @@ def mix_chunks(
     """Returns the outputs of L tokens, ``[B, N, L, V]``, and the state after ``num_kept_B`` chunks.
 
     All arrays are float32. An output depends on the tokens up to it alone, so tokens behind the end
-    of a text may be arbitrary.
+    of a text may be any finite numbers.
 
     Args:
       state_BNKV: before the first token, whose position is a multiple of `CHUNK`.
@@ -49,7 +49,8 @@ def mix_chunks(
     between = decay[..., :, None] - decay[..., None, :]
     is_before = jnp.tri(CHUNK, dtype=bool)[None, None, None]
     between = jnp.exp(jnp.where(is_before, between, -jnp.inf))
-    started, to_end = jnp.exp(decay)[..., None], jnp.exp(decay[..., -1:] - decay)[..., None]
+    started = jnp.exp(decay)[..., None]
+    to_end = jnp.exp(decay[..., -1:] - decay)[..., None]
     chunks = dict(
         solved=_invert(_product("cBNiK,cBNjK->cBNij", k * beta[..., None], k) * between),
         scores=_product("cBNiK,cBNjK->cBNij", q, k) * between,

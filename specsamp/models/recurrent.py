@@ -61,7 +61,8 @@ class RecurrentCache(LayerCache):
 
         The result holds more inputs, until `advance`.
         """
-        length, before = inputs_BMTX.shape[2], self.inputs_BMWX.shape[2] - HELD
+        length = inputs_BMTX.shape[2]
+        before = self.inputs_BMWX.shape[2] - HELD
         is_new_B = start_B == 0
         position_B = jnp.where(is_new_B, 0, self.position_B)
         # What an earlier sequence left may be NaN, whose product with 0 is NaN.
@@ -206,7 +207,8 @@ def mix(
       rule_weights: from `GatedDelta.rule_weights`.
       inputs_BMTX: of the convolution, and behind them the gates of the value heads.
     """
-    length, held = inputs_BMTX.shape[2], cache.inputs_BMWX.shape[2]
+    length = inputs_BMTX.shape[2]
+    held = cache.inputs_BMWX.shape[2]
     cache = cache.append(inputs_BMTX, start_B)
     offset_B = start_B - cache.position_B
     certain_B = start_B

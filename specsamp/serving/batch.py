@@ -177,11 +177,14 @@ class Batch:
         decoding = self.table.decoding
         rounds = [rounds_B[row] - entry.rounds for row, entry in decoding]
         for row, entry in decoding:
-            entry.rounds, entry.length = rounds_B[row], lengths_B[row]
+            entry.rounds = rounds_B[row]
+            entry.length = lengths_B[row]
             # Before its first round a row cannot be extended: heads keep a chunk's last feature.
             if entry.rounds:
                 self.table.hold(row, entry.request.prompt[: held_B[row]], lengths_B[row])
-        found, lost, late = [], 0, [False] * len(rounds_B)
+        found = []
+        lost = 0
+        late = [False] * len(rounds_B)
         if always or any(
             finish_B[row] != Finish.RUNNING or entry.request.stops.texts for row, entry in decoding
         ):

@@ -129,7 +129,8 @@ def _make_all(
     context = context_of(pair, method.drafter, "context", None)
     has_grammars = any(one.grammar is not None for one in asked)
     intake = Intake(pair, method, context=context, has_grammars=has_grammars, learns=learns)
-    requests, count = [], 0
+    requests = []
+    count = 0
     for one in asked:
         if one.is_streamed or one.is_scored:
             raise ValueError("generate_many neither streams nor scores: leave both out")
@@ -175,7 +176,8 @@ class Queue(Iterator[Completion]):
         owners = [one for one in asked for _ in one.prompts]
         for entry in batch.scheduler.waiting if owners else ():
             owner = owners[entry.request.prompt_index]
-            entry.client, entry.priority = owner.client, owner.priority
+            entry.client = owner.client
+            entry.priority = owner.priority
         if owners:
             batch.scheduler.sort()
         self._completions = self._decode(list(known.values()))

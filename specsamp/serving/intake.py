@@ -41,7 +41,9 @@ class Intake:
         self, pair: Pair, method: Method, *, context: int, has_grammars: bool, learns: bool
     ):
         """Takes the arguments of `Service`, and whether the draft is updated."""
-        self._pair, self._sampling, self._context = pair, method.sampling, context
+        self._pair = pair
+        self._sampling = method.sampling
+        self._context = context
         self._has_grammars = has_grammars
         stops = make_stops(pair, None)
         self._stop_ids = sorted(stops.ids)

@@ -41,8 +41,11 @@ class Prefill:
           chunks: numbers of tokens of a call, from small to large.
           is_whole: whether a step reads whole prompts.
         """
-        self._scheduler, self._table, self._runner = scheduler, table, runner
-        self._chunks, self._is_whole = chunks, is_whole
+        self._scheduler = scheduler
+        self._table = table
+        self._runner = runner
+        self._chunks = chunks
+        self._is_whole = is_whole
         self.budget = math.inf if is_whole else CHUNKS_PER_STEP * chunks[-1]  # tokens of a step
         self.entries: list[Entry | None] = []
         self._rows: list[int | None] = []

@@ -41,8 +41,11 @@ class Runner:
           widths: possible numbers of prompts that are read in one call, per data shard.
           chunks: possible numbers of tokens of such a call.
         """
-        self.engine, self.size = engine, size
-        self._shards, self._widths, self._chunks = engine.pair.shards, widths, chunks
+        self.engine = engine
+        self.size = size
+        self._shards = engine.pair.shards
+        self._widths = widths
+        self._chunks = chunks
         self._engines = {engine.slots: engine}
         self._draft_params: Any = None  # other than the pair's
         self._state: DecodeState | None = None

@@ -81,7 +81,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_texts_of_a_hybrid_have_the_distribution_of_its_calls(case):
-    """Also if the draft is a hybrid, whose every step begins before the next round."""
+    """A draft that is a hybrid, too, reads tokens in every step that may be rejected."""
     assert p_value_of(*CASES[case]) > FALSE_ALARM
 
 

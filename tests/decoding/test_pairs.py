@@ -110,7 +110,7 @@ def target_at(target_log_probs, num_accepted_B):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake, monkeypatch):
-    """In a case that is drawn among those that call the mistaken function."""
+    """Draws a case among those that call the mistaken function."""
     applies, (place, name, wrong) = MISTAKES[mistake]
     case = random.Random(1).choice([case for case in pairs.covering() if applies(case)])
     case.expected()

@@ -35,7 +35,7 @@ def token_by_token(state, q, k, v, g, beta):
 
 @pytest.mark.parametrize("alike", [0.0, 20.0])
 def test_rule_in_chunks_equals_the_rule_token_by_token(alike):
-    """Also with keys that are almost alike, whose corrections almost cancel."""
+    """Keys that are almost alike are among them: their corrections almost cancel."""
     rng = np.random.default_rng(0)
     shape = 2, 3, 3 * CHUNK
     q, k = rng.normal(size=(2, *shape, 8))
