@@ -25,7 +25,6 @@ PROMPTS = '["def read_file(path):", "class Node:"]'
 SMALLER = {
     "from specsamp import BlockRule": {
         "max_new_tokens=128": "max_new_tokens=8",
-        "num_samples=4": "num_samples=2",
     },
     "from specsamp import Confidence": {
         'load_pair("python")': "pair",
