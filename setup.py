@@ -74,7 +74,6 @@ setup(
     package_data={
         "specsamp": ["__init__.pyi"],
         "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
-        "specsamp.evaluation": ["jail.json"],
         "specsamp.mesh": ["*.json"],
         "specsamp.models": ["*.cc"],
         "specsamp.serving": ["*.html"],

@@ -37,6 +37,7 @@ from specsamp.analysis.report import Table
 from specsamp.checkpoints import public_pair
 from specsamp.doctor import Level, Wanted
 from specsamp.evaluation.head_check import check_head
+from specsamp.evaluation.isolation import missing_isolation
 from specsamp.models import few_rows
 
 FLAGS_OF = {
@@ -98,6 +99,9 @@ def look_at_machine(console: Console) -> int:
             doctor.Finding(Level.WARNING if few_rows.FAILED in said else Level.FINE, said)
         )
         show(findings[-1], console)
+    missing = missing_isolation()
+    programs = f"not isolated here ({missing})" if missing else "isolated by bubblewrap"
+    show(doctor.Finding(Level.FINE, f"programs of humaneval and mbpp are {programs}"), console)
     return max(finding.level for finding in findings)
 
 

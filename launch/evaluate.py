@@ -15,8 +15,8 @@ finished blocks and completions are written at once: the same command resumes, a
 more methods for the same pair, task and requests adds them. --replica=i/N takes a part of the
 problems; the command without it takes over all parts, decodes what is missing, and scores all.
 
-Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; if the
-machine cannot isolate them, none runs without --run_unisolated.
+Generated programs (humaneval, mbpp) run in bubblewrap, see specsamp/evaluation/isolation.py; where
+it is missing or not permitted, none runs without --run_unisolated.
 
 Exit status: 0, done; 2, the command is impossible (stderr has the reason).
 """
@@ -91,7 +91,9 @@ _BLOCKS = flags.DEFINE_integer(
     lower_bound=1,
 )
 _RUN_UNISOLATED = flags.DEFINE_bool(
-    "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
+    "run_unisolated",
+    False,
+    "Where bubblewrap does not work, run generated programs as plain processes with limits.",
 )
 _REQUIRE_EXACT = entry.define("require_exact")
 _CHIP_HOUR = costs.define_chip_hour()

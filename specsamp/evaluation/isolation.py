@@ -1,15 +1,18 @@
-"""Runs untrusted programs in isolation: without network, without other users' files, and with
+"""Runs generated programs in bubblewrap (``bwrap``): without network, without other files, and with
 limits.
 
-    print("\\n".join(find_isolation().sentences))
     outcome = run_isolated("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
 
-Machines differ (a container may forbid namespaces), so `find_isolation` runs a probe that tries to
-escape. If the probe reaches a network or other users' files, no program runs, unless the caller
-insists. A program passes if it reaches its end: the harness then reports a secret word, different
-in each run. Until then neither a file descriptor nor Python's introspection can read this word. A
-program that is written against this harness can still search its own memory for the word with
-ctypes, or skip its tests with a trace function. Then its score is wrong, but the isolation holds.
+bubblewrap shows a program Python and the system's libraries, which are read-only, and a working
+folder in memory; all processes end with the program. Without bubblewrap no program runs unless the
+caller insists. It then runs as a plain process with limits, which can read and change the user's
+files.
+
+A program passes if it reaches its end: this file, which runs as a script around the program, then
+returns a secret word, different in each run. Until then neither a file descriptor nor Python's
+introspection can read this word. A program that is written against this script can still search its
+own memory for the word with ctypes, or skip its tests with a trace function. Then its score is
+wrong, but the isolation holds.
 """
 
 from __future__ import annotations
@@ -20,31 +23,30 @@ import functools
 import json
 import os
 import pathlib
+import resource
 import secrets
-import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
+import types
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
 
-READY = b"ready\n"  # the first line of a report: the walls stand
-JAIL = pathlib.Path(__file__).with_name("jail.py")
-WALLS = ("namespaces", "landlock", "system calls")
-# What a program must not reach, and the walls against it.
-ASPECTS = {
-    "network": ("namespaces", "system calls"),
-    "files": ("namespaces", "landlock"),
-    "processes": ("namespaces", "system calls"),
-    "memory": ("limits",),
-}
-NEEDED = ("network", "files")
-SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/nix/store")
+READABLE = ("/usr", "/bin", "/lib", "/lib64", "/nix/store")
+WORK = "/program"  # the working folder within bubblewrap
+SEPARATED = (
+    "--die-with-parent",
+    "--new-session",
+    "--unshare-ipc",
+    "--unshare-net",
+    "--unshare-pid",
+    "--unshare-uts",
+)
 ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+MIB = 1 << 20
 
 
 class IsolationError(RuntimeError):
@@ -58,168 +60,60 @@ class Limits:
     seconds: float = 10.0  # of the wall clock, from its start
     cpu_seconds: int = 5  # per process
     memory_mib: int = 1024  # of addresses, per process
-    processes: int = 16  # and threads
+    processes: int = 16  # and threads, within bubblewrap
     files: int = 64  # that are open
-    file_mib: int = 4  # per file; within namespaces all files together have four times as much
-    output_kib: int = 64
+    file_mib: int = 4  # per file; in bubblewrap all files together have four times as much
+    output_bytes: int = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a program, and its cause.
+    """The end of a program.
 
     Attributes:
-      status: "passed", "failed" (an exception, or an end before the last line), "timeout",
-        "memory", "output" (more than allowed) or "killed" (by a signal).
-      detail: the exception, the signal or the limit.
+      passed: whether the program reached its end within its limits.
+      detail: the exception, the limit or the exit status of a program that did not pass.
       output: the beginning of its output.
     """
 
-    status: str
+    passed: bool
     detail: str
-    output: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Isolation:
-    """The isolation of programs on this machine.
-
-    Attributes:
-      walls: the names in `WALLS` that can be built.
-      missing: the other names, with the reason.
-      by: for each aspect of `ASPECTS`, the walls that isolate it; empty if none does.
-    """
-
-    walls: tuple[str, ...]
-    missing: dict[str, str]
-    by: dict[str, str]
-
-    @property
-    def suffices(self) -> bool:
-        """Returns whether network and files are isolated, so that programs may run."""
-        return all(self.by[aspect] for aspect in NEEDED)
-
-    @property
-    def sentences(self) -> list[str]:
-        """Returns sentences on the isolation of each aspect, and on missing walls."""
-        lines = [
-            f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED"
-            for aspect, how in self.by.items()
-        ]
-        return lines + [f"without {wall}: {why}" for wall, why in self.missing.items()]
-
-
-# A program that tries to reach a server, a file and a process outside, and prints where it
-# succeeded.
-PROBE = """
-import json, os, socket, time
-def can(attempt):
-    try:
-        attempt()
-    except (OSError, MemoryError):
-        return False
-    return True
-def count():
-    for _ in range({processes}):
-        if os.fork() == 0:
-            time.sleep(0.5)
-            os._exit(0)
-print(json.dumps({{
-    "network": can(lambda: socket.create_connection(("127.0.0.1", {port}), 1)),
-    "files": can(lambda: open({file!r}))
-    or can(lambda: open({file!r}, "a"))
-    or can(lambda: os.chmod({file!r}, 0o600)),
-    "processes": can(lambda: os.kill({pid}, 0)) or can(count),
-    "memory": can(lambda: bytearray({memory} << 20)),
-}}))
-open("own", "w").write("")
-"""
+    output: str
 
 
 @functools.cache
-def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
-    """Tests which of ``walls`` can be built, and which aspects they isolate.
-
-    Raises:
-      IsolationError: no program runs at all.
-    """
-    if sys.platform != "linux":
-        return Isolation(
-            walls=(),
-            missing=dict.fromkeys(walls, "only Linux has it"),
-            by=dict.fromkeys(ASPECTS, ""),
-        )
-    missing, limits = {}, Limits()
-    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
-        probe = PROBE.format(
-            port=server.getsockname()[1],
-            file=file.name,
-            pid=os.getpid(),
-            processes=limits.processes,
-            memory=limits.memory_mib,
-        )
-        while True:
-            left = tuple(wall for wall in walls if wall not in missing)
-            try:
-                outcome = _run(probe, limits, left)
-                if outcome.passed:
-                    break
-                # For example, Python is in root's home, which the user nobody cannot read.
-                why = f"a harmless program fails within the walls ({outcome.detail})"
-            except IsolationError as error:
-                why = str(error)
-            if not left:
-                raise IsolationError(why)
-            wall = why.partition(":")[0]
-            missing[wall if wall in left else left[0]] = why
-    reached = json.loads(outcome.output)
-    by = {
-        name: " and ".join(how for how in ways if how in (*left, "limits"))
-        for name, ways in ASPECTS.items()
-    }
-    return Isolation(
-        walls=left,
-        missing=missing,
-        by={name: "" if reached[name] else how for name, how in by.items()},
-    )
+def missing_isolation() -> str:
+    """Returns the reason why programs cannot be isolated on this machine; empty if they can."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not on PATH"
+    outcome = _run("", Limits(), isolated=True)
+    return "" if outcome.passed else f"bwrap fails: {outcome.output.strip() or outcome.detail}"
 
 
-def require(isolation: Isolation) -> None:
-    """Raises IsolationError if network or files are not isolated."""
-    if not isolation.suffices:
+def require_isolation() -> None:
+    """Raises IsolationError if programs cannot be isolated on this machine."""
+    if reason := missing_isolation():
         raise IsolationError(
-            "generated programs are not run, since this machine does not isolate them: "
-            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; "
-            "or insist"
+            f"generated programs are not isolated on this machine, so none is run: {reason}. "
+            "Install bubblewrap 0.7 or later (apt-get install bubblewrap) where namespaces are "
+            "permitted; or insist (--run_unisolated), and they run as plain processes with limits"
         )
 
 
-def run_isolated(
-    program: str,
-    limits: Limits = Limits(),
-    *,
-    isolation: Isolation | None = None,
-    insist: bool = False,
-) -> Outcome:
+def run_isolated(program: str, limits: Limits = Limits(), *, insist: bool = False) -> Outcome:
     """Runs one program in a new process, and ends all processes that it started.
 
     Args:
       program: Python source.
       limits: limits of the program.
-      isolation: default `find_isolation()`.
-      insist: run the program even if this machine does not isolate network and files.
+      insist: run the program as a plain process if this machine does not isolate it.
 
     Raises:
-      IsolationError: network or files are not isolated, and the caller does not insist.
+      IsolationError: the program cannot be isolated, and the caller does not insist.
     """
-    isolation = find_isolation() if isolation is None else isolation
     if not insist:
-        require(isolation)
-    return _run(program, limits, isolation.walls)
+        require_isolation()
+    return _run(program, limits, isolated=not missing_isolation())
 
 
 def run_all(
@@ -227,128 +121,126 @@ def run_all(
     limits: Limits = Limits(),
     *,
     workers: int | None = None,
-    isolation: Isolation | None = None,
     insist: bool = False,
 ) -> Iterator[Outcome]:
     """Runs ``workers`` programs at a time (default: one per core) with `run_isolated`, and yields
     outcomes in order.
     """
-    isolation = find_isolation() if isolation is None else isolation  # once, not in every thread
-    one = functools.partial(run_isolated, limits=limits, isolation=isolation, insist=insist)
+    missing_isolation()  # once, not in every thread
+    one = functools.partial(run_isolated, limits=limits, insist=insist)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         yield from pool.map(one, programs)
 
 
-def readable() -> list[str]:
-    """Returns the folders that a program may read: Python's own and the system's libraries."""
+def bwrap_command(limits: Limits) -> list[str]:
+    """Returns the bubblewrap command before the isolated command."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    chosen: list[str] = []
-    for path in sorted({*SYSTEM_FOLDERS, *prefixes, *map(os.path.realpath, prefixes)}, key=len):
-        if os.path.exists(path) and not any(
-            pathlib.Path(path).is_relative_to(parent) for parent in chosen
-        ):
-            chosen.append(path)
-    return chosen
+    paths = sorted({*READABLE, *prefixes, *map(os.path.realpath, prefixes)})
+    command = ["bwrap", *SEPARATED]
+    if os.geteuid() == 0:
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    for path in [*paths, __file__]:
+        for parent in reversed(pathlib.Path(path).parents):  # home folders, too, can be entered
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind-try", path, path]
+    command += ["--dev", "/dev", "--perms", "1777"]
+    command += ["--size", str(4 * limits.file_mib * MIB), "--tmpfs", WORK, "--chdir", WORK]
+    return [*command, "--remount-ro", "/", "--"]
 
 
-def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
-    """Runs a program within walls; raises IsolationError if a wall cannot be built."""
-    source, word = program.encode("utf-8", "surrogatepass"), secrets.token_hex(16).encode()
-    deadline = time.monotonic() + limits.seconds
-    pipe, jail_pipe = os.pipe()
+def _run(program: str, limits: Limits, isolated: bool) -> Outcome:
+    word = secrets.token_hex(16).encode()
+    ours, theirs = socket.socketpair()
     with (
-        open(pipe, "rb", buffering=0) as reports,
+        ours,
+        theirs,
+        tempfile.TemporaryFile() as source,
         tempfile.TemporaryFile() as printed,
         tempfile.TemporaryDirectory(prefix="specsamp-", ignore_cleanup_errors=True) as folder,
     ):
-        request = dataclasses.asdict(limits) | {
-            "walls": walls,
-            "bytes": len(source),
-            "report": jail_pipe,
-            "folder": os.path.realpath(folder),
-            "readable": readable(),
-        }
+        source.write(program.encode("utf-8", "surrogatepass"))
+        source.seek(0)
+        ours.send(word)
+        request = {"channel": theirs.fileno(), "isolated": isolated} | dataclasses.asdict(limits)
+        work = WORK if isolated else folder
+        command = [sys.executable, "-I", "-u", __file__, json.dumps(request)]
+        process = subprocess.Popen(
+            bwrap_command(limits) + command if isolated else command,
+            stdin=source,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            cwd=folder,
+            env=ENVIRONMENT | {"PATH": os.environ.get("PATH", ""), "HOME": work, "TMPDIR": work},
+        )
+        detail = ""
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-u", str(JAIL), json.dumps(request)],
-                stdin=subprocess.PIPE,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                pass_fds=(jail_pipe,),
-                start_new_session=True,
-                env=ENVIRONMENT,
-            )
+            process.wait(limits.seconds)
+        except subprocess.TimeoutExpired:
+            detail = f"longer than {limits.seconds} s"
         finally:
-            os.close(jail_pipe)
-        with process:
-            try:
-                # The process has ended, for a reason in the report.
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(source + word)
-                    process.stdin.close()
-                report, in_time = _read(reports, deadline)
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            # No process is left, unless there are no walls.
-            _read(reports, time.monotonic() + 1.0, to_end=True)
+        report = b""
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            report = ours.recv(4096)
         printed.seek(0)
-        output = printed.read((limits.output_kib << 10) + 1)
-    status, detail = _judge(report, word, in_time, code, limits, output)
-    return Outcome(
-        status=status,
-        detail=detail,
-        output=output[: limits.output_kib << 10].decode("utf-8", "replace"),
-    )
+        output = printed.read(limits.output_bytes + 1)
+    if len(output) > limits.output_bytes:
+        detail = f"more than {limits.output_bytes} bytes of output"
+    elif report != word and not detail:
+        error = report.decode("utf-8", "replace")
+        detail = error or f"ended with exit status {code} before its last line"
+    return Outcome(passed=not detail, detail=detail, output=output.decode("utf-8", "replace"))
 
 
-def _read(reports: IO[bytes], deadline: float, *, to_end: bool = False) -> tuple[bytes, bool]:
-    """Reads a report until the program has reported or all processes have ended.
+def _be_program(request: dict) -> None:
+    """Limits this process, runs the program of stdin as ``__main__``, and reports how it ended.
 
-    Args:
-      reports: a pipe that ends with the last process.
-      deadline: of the monotonic clock.
-      to_end: read on after the program has reported.
-
-    Returns:
-      The report, and whether it came before the deadline.
+    The word is read first. While the program runs it is an operand of an unfinished sum: no
+    descriptor can read it, and no variable of a frame and no object that Python lists holds it.
     """
-    report, poll = b"", select.poll()
-    poll.register(reports, select.POLLIN)
-    while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        read = reports.read(1 << 16)
-        report += read
-        if not read or (report.partition(READY)[2] and not to_end):
-            return report, True
-    return report, False
+    source = sys.stdin.buffer.read()
+    _limit(request)
+    channel, read, write, leave = request["channel"], os.read, os.write, os._exit
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    spare = bytearray(MIB)  # a report of too little memory needs some
+    try:
+        outcome = read(channel, 64) + (
+            exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__) or b""
+        )
+    except BaseException as error:
+        del spare
+        outcome = f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000]
+    write(channel, outcome)
+    leave(0)
 
 
-def _judge(
-    report: bytes, word: bytes, in_time: bool, code: int, limits: Limits, output: bytes
-) -> tuple[str, str]:
-    """Returns status and detail of an `Outcome`."""
-    if report.startswith(b"refused"):
-        raise IsolationError(report.decode().partition("\n")[2])
-    if len(output) > limits.output_kib << 10:
-        return "output", f"more than {limits.output_kib} KiB"
-    if not in_time or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
-        return (
-            "timeout",
-            f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation",
-        )
-    if not report.startswith(READY):
-        raise IsolationError(
-            f"the harness did not start: {output.decode('utf-8', 'replace')[-300:].strip()}"
-        )
-    report = report.removeprefix(READY)
-    if report == word:
-        return "passed", ""
-    kind, _, detail = report.decode("utf-8", "replace").partition("\n")
-    if kind == "memory":
-        return "memory", f"more than {limits.memory_mib} MiB"
-    if kind == "failed":
-        return "failed", detail
-    if code > 128:
-        return "killed", signal.strsignal(code - 128) or f"signal {code - 128}"
-    return "failed", f"ended with exit status {code} before its last line"
+def _limit(request: dict) -> None:
+    """Limits the resources of this process."""
+    limits = {
+        # The second signal cannot be caught.
+        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),
+        resource.RLIMIT_AS: 2 * (request["memory_mib"] * MIB,),
+        resource.RLIMIT_FSIZE: 2 * (request["file_mib"] * MIB,),
+        resource.RLIMIT_NOFILE: 2 * (request["files"],),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    if request["isolated"]:  # a plain process shares the count with the user's other processes
+        limits[resource.RLIMIT_NPROC] = 2 * (request["processes"],)
+        if os.geteuid() == 0:  # root's processes are not counted; those of this new user are
+            user = (1 << 30) + secrets.randbelow(1 << 30)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+    for kind, bounds in limits.items():
+        # The limit is lower already, or the system does not have it.
+        with contextlib.suppress(ValueError):
+            resource.setrlimit(kind, bounds)
+
+
+if __name__ == "__main__":
+    _be_program(json.loads(sys.argv[1]))

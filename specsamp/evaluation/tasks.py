@@ -39,7 +39,7 @@ def load_task(
         "python".
       shots: a file of solved problems that are shown before each problem, for the tasks
         `SHOWS_SHOTS`.
-      insist: run generated programs even if this machine does not isolate them.
+      insist: run generated programs as plain processes if this machine does not isolate them.
 
     Raises:
       ValueError: there is no task of this name, it has no default source, its records are
@@ -60,7 +60,7 @@ def load_task(
     if insist:
         return dataclasses.replace(task, score=functools.partial(task.score, insist=True))
     try:
-        isolation.require(isolation.find_isolation())
+        isolation.require_isolation()
     except isolation.IsolationError as error:
         raise ValueError(str(error)) from error
     return task

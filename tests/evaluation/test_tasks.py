@@ -73,8 +73,6 @@ def test_humaneval_counts_what_passes(write, packed):
         coding_tasks.HUMANEVAL_STOP,
         512,
     )
-    if not isolation.find_isolation().suffices:
-        pytest.skip("programs are not isolated here")
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = (
         "    return a - b\n",
@@ -94,14 +92,13 @@ def test_humaneval_counts_what_passes(write, packed):
 
 
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
-    nothing = isolation.Isolation(walls=(), missing={}, by=dict.fromkeys(isolation.ASPECTS, ""))
-    monkeypatch.setattr(isolation, "find_isolation", lambda: nothing)
+    monkeypatch.setattr(isolation, "missing_isolation", lambda: "bwrap is not on PATH")
     path, answers = write(lines([ADD])), [Attempt(text=ADD["canonical_solution"])]
     # Before anything is decoded.
-    with pytest.raises(ValueError, match="network: NOT ISOLATED; files.*or insist"):
+    with pytest.raises(ValueError, match="none is run: bwrap is not on PATH.*--run_unisolated"):
         load_task("humaneval", path)
     task, insisting = load_humaneval(path), load_task("humaneval", path, insist=True)
-    with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
+    with pytest.raises(isolation.IsolationError, match="none is run: bwrap is not on PATH"):
         task.score(task.problems[0], answers)
     assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
 
@@ -290,12 +287,11 @@ def test_mbpp(write, field):
     task = load_task("mbpp", write(text), insist=True)
     (problem,) = task.problems
     assert problem.prompt == f'"""\nWrite a function to match \\x.\n{record["test_list"][0]}\n"""\n'
-    if isolation.find_isolation().suffices:
-        found = task.score(
-            problem,
-            [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")],
-        )
-        assert found == {"pass@1": 0.5, "parses": 1.0}
+    found = task.score(
+        problem,
+        [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")],
+    )
+    assert found == {"pass@1": 0.5, "parses": 1.0}
 
 
 def test_mbpp_takes_the_tasks_that_published_results_are_of(write):
