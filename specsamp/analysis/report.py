@@ -15,8 +15,6 @@ from rich.text import Text
 
 from specsamp.decoding.results import RowStats
 
-GAP = 2  # spaces between columns
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
@@ -64,47 +62,25 @@ def as_json(document: Any) -> Any:
 
 
 def print_tables(tables: Iterable[Table], console: Console, plain: bool = False) -> None:
-    """Prints tables, with lines and colours or ``plain``; one that is wider than the console as a
-    block for each row.
-    """
+    """Prints tables, with lines and colours or ``plain``; cells fold where a table is too wide."""
     for table in tables:
         console.print()
-        widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
         console.print(Text(table.title, style="bold"), soft_wrap=True)
-        if sum(widths) + GAP * (len(widths) - 1) <= console.width:
-            console.print(_drawn(table, plain))
-        else:
-            console.print(
-                *(Text(_block(table, row)) for row in table.rows), sep="\n", soft_wrap=True
-            )
+        drawn = RichTable(box=None if plain else box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for i, name in enumerate(table.header):
+            justify = "left" if i < table.left else "right"
+            style = "bold" if i == 0 else ""
+            drawn.add_column(Text(name), justify=justify, style=style, overflow="fold")
+        for row in table.rows:
+            drawn.add_row(*(Text(cell) if plain else _cell(cell) for cell in row))
+        console.print(drawn, soft_wrap=False)
         if table.note:
             console.print(Text(table.note, style="" if plain else "dim"), soft_wrap=plain)
-
-
-def _drawn(table: Table, plain: bool) -> RichTable:
-    drawn = RichTable(box=None if plain else box.SIMPLE_HEAD, padding=(0, GAP // 2), pad_edge=False)
-    for i, name in enumerate(table.header):
-        justify = "left" if i < table.left else "right"
-        drawn.add_column(Text(name), justify=justify, style="bold" if i == 0 else "", no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*(Text(cell) if plain else _cell(cell) for cell in row))
-    return drawn
 
 
 def _cell(text: str) -> Text:
     bold = text.startswith("**")
     return Text(text.strip("*") if bold else text, style="bold" if bold else "")
-
-
-def _block(table: Table, row: Sequence[str]) -> str:
-    """Writes the first cell as a line, and below it a line for each other cell that is
-    not empty.
-    """
-    width = max(map(len, table.header[1:]), default=0)
-    cells = zip(table.header[1:], row[1:], strict=True)
-    return "\n".join(
-        [row[0], *(f"  {name.ljust(width)}  {cell}".rstrip() for name, cell in cells if cell)]
-    )
 
 
 def _as_json(value: Any) -> Any:

@@ -163,20 +163,13 @@ WIDE = report.Table(
 
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("width", [30, 120])
-def test_a_table_that_does_not_fit_is_shown_row_by_row(plain, width):
-    """A pipe has 80 columns: nothing is cut and no word is broken."""
+def test_cells_fold_where_a_table_is_too_wide(plain, width):
+    """Nothing is cut."""
     from rich.console import Console
 
     console = Console(width=width, file=io.StringIO())
     report.print_tables([WIDE], console, plain)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    if width == 120:
-        assert any(line.split() == ["sampled", "2", "3", "4"] for line in lines)
-    else:
-        assert (
-            lines[1:5] == ["Cells", "greedy", "  a  1", "  c  " + "x" * 30][: len(lines[1:5])]
-            or not plain
-        )
-        assert {"sampled", "  a  2", "  b  3", "  c  4", "a note"} <= set(
-            lines
-        ) and "  b" not in lines
+    text = console.file.getvalue()
+    assert text.count("x") == 30 and "a note" in text
+    assert max(map(len, text.splitlines())) <= width
+    assert any(line.split() == ["sampled", "2", "3", "4"] for line in text.splitlines())
