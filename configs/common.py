@@ -18,64 +18,69 @@ def add_decoding(
     draft_model_parallelism: int = 0,
 ) -> ConfigDict:
     """Adds the common fields of pairs to ``config``, and returns it."""
-    # K; 0 decodes autoregressively; "machine": the best by a forecast for this machine, which also
-    # tries prompt lookup
-    config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
-    # or "beam", "pard", "head", "block", "early_exit", "window", "ngram", several such as
-    # "voting:ngram:model" or "choosing:ngram:early_exit", or "none": both sides
-    # autoregressive, a test of the benchmark
-    config.drafter = "model"
-    # Layers of the target that draft, for "early_exit".
-    config.exit_layer = config_dict.placeholder(int)
-    # Last tokens of the text that the target attends to while it drafts, for "window"; and first
-    # ones, by default 4.
-    config.window = config_dict.placeholder(int)
-    config.sinks = config_dict.placeholder(int)
-    # Texts that "ngram" looks in, too: a file of token ids (.npy), or of a text.
-    config.corpus = config_dict.placeholder(str)
-    # The token that stands for one to be drafted, for "pard".
-    config.mask_id = config_dict.placeholder(int)
-    # Children per level of a token tree, (3, 2, 1) for example, under a rule of trees; (): chains
-    # of draft_length.
-    config.tree = ()
-    # Draft lengths to choose from for each row, (0, 1, 2, 4) for example, the last draft_length;
-    # (): always draft_length.
-    config.adaptive = ConfigDict()
-    config.adaptive.lengths = ()
-    # Milliseconds of a round with each of them; only their ratios matter.
-    config.adaptive.costs_ms = ()
-    # The length that suits the batch; None: by ``acceptance``.
-    config.adaptive.usual = config_dict.placeholder(int)
-    # The prior acceptance of a drafted token.
-    config.adaptive.acceptance = 0.7
-    config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
-    config.adaptive.least = 0.3  # the least value of the stop for a longer draft
-    # And experts, and warps: kernels on a TPU if they do what "plain" does; or "kernel".
-    config.attention = "auto"
-    config.int8 = ConfigDict()
-    config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
-    config.int8.caches = "none"  # or one of the same words: keys and values in int8
-    # Or "block", or "coupled"; of trees "recursive", "traversal" or "kseq"; or a lossy one such as
-    # "ears:0.3", see launch/lib/rules.py.
-    config.rule = "token"
-    config.sampling = ConfigDict()
-    config.sampling.temperature = temperature  # 0.0 is greedy
-    config.sampling.top_k = 0  # 0 is off
-    config.sampling.top_p = top_p  # 1.0 is off
-    config.sampling.min_p = 0.0  # 0.0 is off
-    config.batch = batch
-    config.prompt_length = prompt_length  # prompts are padded to it
-    config.max_new_tokens = max_new_tokens
-    config.repeats = repeats
-    config.seed = 0  # from 0 to 2**32 - 1
-    # Of the draft alone; by default the target's.
-    config.draft_temperature = config_dict.placeholder(float)
-    # made-up acceptance, for the benchmark alone.
-    config.synthetic_acceptance = config_dict.placeholder(float)
-    config.mesh = ConfigDict()
-    config.mesh.data = data  # shards of the batch
-    # Devices that hold one copy of the target together; 1 x 1 is one device.
-    config.mesh.model = model
-    # Devices that hold one copy of the draft together; 0: as many as the target's.
-    config.mesh.draft_model_parallelism = draft_model_parallelism
+    config.update(
+        # K; 0 decodes autoregressively; "machine": the best by a forecast for this machine, which
+        # also tries prompt lookup
+        draft_length=config_dict.FieldReference(draft_length, field_type=object),
+        # or "beam", "pard", "head", "block", "early_exit", "window", "ngram", several such as
+        # "voting:ngram:model" or "choosing:ngram:early_exit", or "none": both sides
+        # autoregressive, a test of the benchmark
+        drafter="model",
+        # Layers of the target that draft, for "early_exit".
+        exit_layer=config_dict.placeholder(int),
+        # Last tokens of the text that the target attends to while it drafts, for "window"; and
+        # first ones, by default 4.
+        window=config_dict.placeholder(int),
+        sinks=config_dict.placeholder(int),
+        # Texts that "ngram" looks in, too: a file of token ids (.npy), or of a text.
+        corpus=config_dict.placeholder(str),
+        # The token that stands for one to be drafted, for "pard".
+        mask_id=config_dict.placeholder(int),
+        # Children per level of a token tree, (3, 2, 1) for example, under a rule of trees; ():
+        # chains of draft_length.
+        tree=(),
+        adaptive=dict(
+            # Draft lengths to choose from for each row, (0, 1, 2, 4) for example, the last
+            # draft_length; (): always draft_length.
+            lengths=(),
+            # Milliseconds of a round with each of them; only their ratios matter.
+            costs_ms=(),
+            # The length that suits the batch; None: by ``acceptance``.
+            usual=config_dict.placeholder(int),
+            acceptance=0.7,  # the prior acceptance of a drafted token
+            stop="none",  # or "entropy", or "confidence": ends a draft early
+            least=0.3,  # the least value of the stop for a longer draft
+        ),
+        # And experts, and warps: kernels on a TPU if they do what "plain" does; or "kernel".
+        attention="auto",
+        int8=dict(
+            weights="none",  # or "target", "draft" or "both": decode with weights in int8
+            caches="none",  # or one of the same words: keys and values in int8
+        ),
+        # Or "block", or "coupled"; of trees "recursive", "traversal" or "kseq"; or a lossy one such
+        # as "ears:0.3", see launch/lib/rules.py.
+        rule="token",
+        sampling=dict(
+            temperature=temperature,  # 0.0 is greedy
+            top_k=0,  # 0 is off
+            top_p=top_p,  # 1.0 is off
+            min_p=0.0,  # 0.0 is off
+        ),
+        batch=batch,
+        prompt_length=prompt_length,  # prompts are padded to it
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        seed=0,  # from 0 to 2**32 - 1
+        # Of the draft alone; by default the target's.
+        draft_temperature=config_dict.placeholder(float),
+        # made-up acceptance, for the benchmark alone.
+        synthetic_acceptance=config_dict.placeholder(float),
+        mesh=dict(
+            data=data,  # shards of the batch
+            # Devices that hold one copy of the target together; 1 x 1 is one device.
+            model=model,
+            # Devices that hold one copy of the draft together; 0: as many as the target's.
+            draft_model_parallelism=draft_model_parallelism,
+        ),
+    )
     return config

@@ -23,25 +23,31 @@ def get_config(kind: str = "target") -> ConfigDict:
     if kind not in ("target", "draft"):
         raise ValueError(f"no {kind!r} in configs/digits.py: choose target or draft")
     config = python_pair.get_config(kind)
-    config.data.folder = "runs/digits"
-    config.data.pattern = "*.npy"
-    config.data.exclude = ()
-    config.data.held_out = 0.1
-    config.data.length = 132  # two images
-    config.data.held_out_windows = 64
-    config.model.vocab_size = VOCAB_SIZE
-    config.model.width = 64 if kind == "draft" else 128
-    config.model.num_layers = 1 if kind == "draft" else 4
-    config.model.feedforward_width = 256 if kind == "draft" else 512
-    config.model.max_positions = 256
-    config.train.steps = 1500
-    config.train.learning_rate = 3e-3 if kind == "draft" else 2e-3
+    is_draft = kind == "draft"
+    config.data.update(
+        folder="runs/digits",
+        pattern="*.npy",
+        exclude=(),
+        held_out=0.1,
+        length=132,  # two images
+        held_out_windows=64,
+    )
+    config.model.update(
+        vocab_size=VOCAB_SIZE,
+        width=64 if is_draft else 128,
+        num_layers=1 if is_draft else 4,
+        feedforward_width=256 if is_draft else 512,
+        max_positions=256,
+    )
+    config.train.update(steps=1500, learning_rate=3e-3 if is_draft else 2e-3)
     config.intervals.evaluate = 300
-    if kind == "draft":
+    if is_draft:
         config.model.ngram_rows = 0
-        config.generated.rows = 512
-        config.generated.prompt_length = 2  # the end of an image, and the next one's class
-        config.generated.temperature = 1.0
-        config.generated.top_p = 1.0
-        config.generated.greedy_share = 0.0
+        config.generated.update(
+            rows=512,
+            prompt_length=2,  # the end of an image, and the next one's class
+            temperature=1.0,
+            top_p=1.0,
+            greedy_share=0.0,
+        )
     return config

@@ -152,19 +152,23 @@ PROMPTS = (
 
 def get_config(argument: str = "smollm2") -> ConfigDict:
     """Returns the configuration of a pair; see `find` for the argument."""
-    config = ConfigDict()
     pair = find(argument)
-    config.hugging_face = ConfigDict()
-    config.hugging_face.target = pair.target
-    config.hugging_face.draft = pair.draft
-    # Of weights, activations and caches; float32 is faster on a CPU.
-    config.hugging_face.dtype = "bfloat16"
-    config.hugging_face.other_vocabulary = (
-        False  # the draft may have another tokenizer: it drafts the tokens that both have
+    config = ConfigDict(
+        dict(
+            hugging_face=dict(
+                target=pair.target,
+                draft=pair.draft,
+                # Of weights, activations and caches; float32 is faster on a CPU.
+                dtype="bfloat16",
+                # The draft may have another tokenizer: it drafts the tokens that both have.
+                other_vocabulary=False,
+            ),
+            prompts=PROMPTS,
+            # Prompts that are texts are messages of a user, written out by the target's chat
+            # template.
+            chat=pair.chat,
+        )
     )
-    config.prompts = PROMPTS
-    # Prompts that are texts are messages of a user, written out by the target's chat template.
-    config.chat = pair.chat
     common.add_decoding(
         config,
         draft_length=pair.draft_length,

@@ -37,53 +37,40 @@ def get_config(argument: str = "") -> ConfigDict:
     config = python_pair.get_config(kind)
     config.target = target
 
-    config.data.pattern = "*.jsonl"
-    config.data.exclude = ()
-    config.data.length = 2048
-    config.data.held_out_windows = 64
-
-    config.model = ConfigDict()
-    config.model.num_layers = 1
-    config.model.positions = "rotary"
-    config.model.gated = True
-    config.model.activation = "silu"
-    config.model.attention_bias = kind == "mtp"
-    for name in (
-        "num_heads",
-        "num_kv_heads",
-        "head_size",
-        "feedforward_width",
-        "vocab_size",
-        "width",
-    ):
-        config.model[name] = config_dict.placeholder(int)
-    config.model.max_positions = config_dict.placeholder(int)
-    config.model.norm_epsilon = config_dict.placeholder(float)
-    config.model.rotary_base = config_dict.placeholder(float)
-    config.model.rotary_scaling = config_dict.placeholder(dict)
-
-    config.train.steps = 20_000
-    config.train.batch = 16
-    config.train.learning_rate = 1e-4
-    config.train.warmup_steps = 300
-    config.train.clip_norm = 0.5
+    config.data.update(pattern="*.jsonl", exclude=(), length=2048, held_out_windows=64)
+    sizes = ("num_heads", "num_kv_heads", "head_size", "feedforward_width", "vocab_size", "width")
+    config.model = dict(
+        num_layers=1,
+        positions="rotary",
+        gated=True,
+        activation="silu",
+        attention_bias=kind == "mtp",
+        max_positions=config_dict.placeholder(int),
+        norm_epsilon=config_dict.placeholder(float),
+        rotary_base=config_dict.placeholder(float),
+        rotary_scaling=config_dict.placeholder(dict),
+        **{name: config_dict.placeholder(int) for name in sizes},
+    )
+    config.train.update(steps=20_000, batch=16, learning_rate=1e-4, warmup_steps=300, clip_norm=0.5)
     config.test_time.chunk = 256  # logits of a large vocabulary do not fit otherwise
-    config.generated.rows = 4096
-    config.generated.prompt_length = 512
-    config.generated.batch = 16
+    config.generated.update(rows=4096, prompt_length=512, batch=16)
     if kind in python_pair.BLOCKS:
         config.model.num_layers, config.objective = 5, "dspark"
         # Of each text, and whose logits are in memory.
-        config.test_time.anchors, config.test_time.chunk = 128, 8
-        config.head.hidden_layers = ()
-        config.head.windows_both_ways = False
-        config.head.block_size = 16
-        # An unused id of the target, such as 151669 of Qwen3.
-        config.head.mask_id = config_dict.placeholder(int)
+        config.test_time.update(anchors=128, chunk=8)
+        config.head.update(
+            hidden_layers=(),
+            windows_both_ways=False,
+            block_size=16,
+            # An unused id of the target, such as 151669 of Qwen3.
+            mask_id=config_dict.placeholder(int),
+        )
     if kind == "head":
         config.test_time.test_steps = 7
-        config.head.hidden_layers = ()  # the usual ones of a target of so many layers
-        config.head.draft_vocab_size = 32_000
-        config.head.own_output = True
-        config.head.fc_norm = False
+        config.head.update(
+            hidden_layers=(),  # the usual ones of a target of so many layers
+            draft_vocab_size=32_000,
+            own_output=True,
+            fc_norm=False,
+        )
     return config
