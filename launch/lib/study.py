@@ -1,10 +1,9 @@
-"""Runs studies: a file in launch/studies defines the measurements; flags, files and tables are
-here.
+"""Runs studies: a file in launch/studies defines the measurement; flags, files and tables are here.
 
 A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner adds
---output, which is written after each cell and from which the same command resumes; --again;
---figures; --results, which shows the tables of existing results and measures nothing; progress,
-tables on the console, and the same tables as Markdown.
+--output, a file whose result is not measured again without --again; --figures; --results, which
+shows the tables of existing results and measures nothing; progress, tables on the console, and the
+same tables as Markdown.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ import specsamp
 from launch.lib import entry
 from launch.lib.cells import machine_identity, measure_missing
 from launch.lib.config import CHECKOUT, meant
-from specsamp import storage, validate
-from specsamp.analysis import figures, grid, report
+from specsamp import storage
+from specsamp.analysis import figures, grid
 from specsamp.analysis.report import Table
 
 STUDIES = pathlib.Path(__file__).parents[1] / "studies"
@@ -35,39 +34,11 @@ Key = Mapping[str, Any]  # identifies a cell within its file
 Say = Callable[[str], None]  # shows progress
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """A flag of a study: a text, or several, with commas between them, if the default is
-    a tuple.
-    """
-
-    default: Any
-    help: str
-    choices: Sequence[str] = ()
-
-    def define(self, name: str) -> flags.FlagHolder:
-        """Defines the flag."""
-        if isinstance(self.default, tuple):
-            return flags.DEFINE_list(name, [*self.default], self.help)
-        if self.choices:
-            return flags.DEFINE_enum(name, self.default, list(self.choices), self.help)
-        return flags.DEFINE_string(name, self.default, self.help)
-
-    def read(self, name: str, value: Any) -> Any:
-        """Returns the value of the flag; raises ValueError for a wrong element of a list."""
-        if not isinstance(self.default, tuple):
-            return value
-        if self.default and not value:
-            raise ValueError(f"--{name}= is empty: leave it out for {','.join(self.default)}")
-        for element in value if self.choices else ():
-            validate.choice(f"--{name}", element, self.choices)
-        return tuple(value)
-
-
 OF_ALL = {
-    "figures": Option(None, "Draw the figures into this folder."),
-    "results": Option(
-        None, "Measure nothing: show the results in this folder, such as notebooks/results."
+    "figures": (None, "Draw the figures into this folder."),
+    "results": (
+        None,
+        "Measure nothing: show the results in this folder, such as notebooks/results.",
     ),
 }
 
@@ -91,34 +62,28 @@ class Study:
 
     Attributes:
       question: the question of the study, in one sentence.
-      options: its flags by name, in addition to the shared flags.
-      prepare: checks the options, and adds fields to them for the functions below.
-      cells: lists the keys of the cells; by default a single cell {}, whose fields are fields of
-        the document.
-      identity: returns the options that all cells of a file share, by default all options; a file
-        of another identity is refused. Study and machine are always part of the identity.
-      measure: returns the result of a cell as JSON (dataclasses allowed).
+      measure: returns the result as JSON (dataclasses allowed).
       tables: the tables of committed results, by their names in pages.
+      options: default and help of its flags, texts, or lists of texts if the default is a list.
+      prepare: checks the options, and adds fields to them for the functions below.
+      identity: returns the options that the result depends on, by default all options; a file of
+        another identity is refused. Study and machine are always part of the identity.
       figures: functions that draw documents, by the name of their PNG file.
     """
 
     question: str
-    measure: Callable[[Any, Key, Say], Any] | None = None
+    measure: Callable[[Any, Say], Any] | None = None
     tables: Mapping[str, Published] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     prepare: Callable[[Any], None] = lambda options: None
-    cells: Callable[[Any], Sequence[Key]] = lambda options: [{}]
     identity: Callable[[Any], Mapping[str, Any]] | None = None
     figures: Mapping[str, Published] = dataclasses.field(default_factory=dict)
 
 
 def names() -> list[str]:
     """Returns the names of all studies."""
-    files = {path.stem: path for path in STUDIES.glob("*.py")}
-    files |= {path.parent.name: path for path in STUDIES.glob("*/__init__.py")}
-    return sorted(
-        name for name, path in files.items() if "\nSTUDY = " in path.read_text(encoding="utf-8")
-    )
+    files = sorted(STUDIES.glob("*.py"))
+    return [path.stem for path in files if "\nSTUDY = " in path.read_text(encoding="utf-8")]
 
 
 def load_study(name: str) -> Study:
@@ -131,12 +96,13 @@ def load_study(name: str) -> Study:
 def run_study(study: Study, arguments: Sequence[str]) -> int:
     """Runs a study with the flags of the arguments, and returns the exit status."""
     described = OF_ALL | study.options
-    options = {name: option.define(name) for name, option in described.items()}
-    shared = {name: entry.define(name) for name in ("output", "again")}
+    for name, (default, help) in described.items():
+        define = flags.DEFINE_list if isinstance(default, list) else flags.DEFINE_string
+        define(name, default, help)
+    shared = [entry.define(name).name for name in ("output", "again")]
 
     def main() -> None:
-        values = {name: flag.value for name, flag in shared.items()}
-        values |= {name: described[name].read(name, flag.value) for name, flag in options.items()}
+        values = {name: flags.FLAGS[name].value for name in (*described, *shared)}
         _run(study, types.SimpleNamespace(**values), entry.make_console())
 
     text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__
@@ -145,65 +111,47 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
 
 
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
-    every = study.tables | study.figures
-    if options.figures and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--figures: there is no matplotlib, which draws them: pip install matplotlib"
-        )
+    """Prints the tables and draws the figures, of a measurement or of existing results."""
     if options.figures:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(
+                "--figures: there is no matplotlib, which draws them: pip install matplotlib"
+            )
         entry.check_output(
             f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures"
         )
+    shown = {**study.tables, **(study.figures if options.figures else {})}
     if options.results is not None or study.measure is None:
         entry.refuse_flags(["output", "again"], "nothing is measured")
         folder = storage.place(options.results or RESULTS)
-        names = [*study.tables, *(study.figures if options.figures else ())]
-        _show(study, {name: made(every[name], folder) for name in names}, options, console)
-        return
-    entry.check_output(options.output)
-    study.prepare(options)
-    document = _measured(study, options, console)
-    shown = [name for name, each in every.items() if len(each.results) == 1]
-    with entry.reading(options.output or "what was measured"):
-        found = {
-            name: every[name].make(document)
-            for name in shown
-            if name in study.tables or options.figures
-        }
-    _show(study, found, options, console)
+        found = {name: made(each, folder) for name, each in shown.items()}
+    else:
+        document = _measured(study, options, console)
+        with entry.reading(options.output or "what was measured"):
+            found = {name: each.make(document) for name, each in shown.items()}
+    entry.show([table for name, table in found.items() if name in study.tables], console)
+    for name in study.figures if options.figures else ():
+        storage.write(f"{options.figures}/{name}.png", figures.to_png(found[name]))
+        console.print(f"drawn: {options.figures}/{name}.png")
     entry.say_written(options.output, console)
 
 
-def _show(
-    study: Study, found: Mapping[str, Any], options: types.SimpleNamespace, console: Console
-) -> None:
-    """Prints the tables and draws the figures."""
-    entry.show([table for name, table in found.items() if name in study.tables], console)
-    for name, figure in found.items():
-        if name in study.figures:
-            storage.write(f"{options.figures}/{name}.png", figures.to_png(figure))
-            console.print(f"drawn: {options.figures}/{name}.png")
-
-
 def _measured(study: Study, options: types.SimpleNamespace, console: Console) -> Document:
-    """Returns the document with all cells; measures the cells that the output lacks."""
-    keys = [report.as_json(key) for key in study.cells(options)]
-    results = grid.Results.open(options.output, _identity(study, options))
-
-    def measure(number: int, say: Say) -> Any:
-        where = ", ".join(map(str, keys[number].values())) or "measuring"
-        say(where)
-        return study.measure(options, keys[number], lambda text: say(f"{where}: {text}"))
-
-    measure_missing([{"key": key} for key in keys], measure, results, options.again, console)
-    return whole(results.document | {"cells": list(filter(None, map(results.find, keys)))})
-
-
-def _identity(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
-    """Returns the identity of a study's file."""
-    given = {name: value for name, value in vars(options).items() if name in study.options}
-    known = {"study": study.measure.__module__.rpartition(".")[2], **machine_identity()}
-    return known | ({"options": given} if study.identity is None else study.identity(options))
+    """Returns the document; measures it if the output lacks it."""
+    entry.check_output(options.output)
+    given = {name: getattr(options, name) for name in study.options}
+    study.prepare(options)
+    identity = {"study": study.measure.__module__.rpartition(".")[2], **machine_identity()}
+    identity |= {"options": given} if study.identity is None else study.identity(options)
+    results = grid.Results.open(options.output, identity)
+    measure_missing(
+        [{"key": {}}],
+        lambda number, say: study.measure(options, say),
+        results,
+        options.again,
+        console,
+    )
+    return whole(results.document)
 
 
 def whole(document: Document) -> Document:

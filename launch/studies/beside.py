@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.lib.study import Document, Key, Option, Published, Say, Study
+from launch.lib.study import Document, Published, Say, Study
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles
 from specsamp.checkpoints.public_pair import read_pair
@@ -53,7 +53,7 @@ def prepare(options: Any) -> None:
     options.questions = first_of_each(problems, int(options.of_each))
 
 
-def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
+def measure(options: Any, say: Say) -> dict[str, Any]:
     """Answers every question on both sides."""
     completions = collections.defaultdict(list)
     seconds = collections.defaultdict(list)
@@ -158,11 +158,11 @@ STUDY = Study(
     prepare=prepare,
     tables={"beside": Published(["smollm2_beside"], beside_table)},
     options={
-        "target": Option("", "The target, a folder or the id of a model of the hub."),
-        "head": Option("", "The head that drafts for it."),
-        "source": Option("", "Questions in the format of Spec-Bench."),
-        "of_each": Option("17", "Questions of each category."),
-        "new_tokens": Option("64", "Tokens of each completion."),
-        "threads": Option("2", "Threads of torch."),
+        "target": ("", "The target, a folder or the id of a model of the hub."),
+        "head": ("", "The head that drafts for it."),
+        "source": ("", "Questions in the format of Spec-Bench."),
+        "of_each": ("17", "Questions of each category."),
+        "new_tokens": ("64", "Tokens of each completion."),
+        "threads": ("2", "Threads of torch."),
     },
 )

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Published, Say, Study
 from specsamp import storage
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.hugging_face import open_checkpoint
@@ -56,7 +56,7 @@ def identity(options: Any) -> dict[str, Any]:
     return {"target": options.target, "conversations": told[0], "tests": told[1]}
 
 
-def measure(options, key, say) -> dict[str, Any]:
+def measure(options: Any, say: Say) -> dict[str, Any]:
     """Reads all shards."""
     tokenizer = open_checkpoint(options.target).tokenizer
     owners = {
@@ -170,10 +170,8 @@ STUDY = Study(
     identity=identity,
     tables={"conversations": Published(["smollm2_conversations"], conversations_table)},
     options={
-        "target": Option(
-            "", "The target, a folder or the id of a model of the hub, for its tokenizer."
-        ),
-        "folder": Option("", "The conversations, of launch/generate.py --conversations."),
-        "tests": Option((), "Tasks and their files, such as spec_bench=spec_bench.jsonl."),
+        "target": ("", "The target, a folder or the id of a model of the hub, for its tokenizer."),
+        "folder": ("", "The conversations, of launch/generate.py --conversations."),
+        "tests": ([], "Tasks and their files, such as spec_bench=spec_bench.jsonl."),
     },
 )
