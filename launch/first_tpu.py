@@ -45,6 +45,7 @@ from launch.lib.subject import make_subject
 from specsamp import doctor, machine, storage, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.benchmark import benchmark
+from specsamp.analysis.grid import Results
 from specsamp.decoding.engine import round_slots
 from specsamp.evaluation.audit import Settings, audit
 from specsamp.mesh.distributed import from_first
@@ -127,25 +128,32 @@ def main() -> int:
     config = config.turned(SMALL) if interpret else config
     entry.check_output(_OUTPUT.value)
     use_compilation_cache()
-    identity = report.as_json(identity_of(config))
-    done = from_first(lambda: read_parts(_OUTPUT.value, identity))
+    results = Results.open(_OUTPUT.value, identity_of(config))
+
+    def found(name: str) -> dict[str, Any]:
+        return (results.find({"part": name}) or {"result": {}})["result"]
+
+    def keep(name: str, part: Mapping[str, Any]) -> None:
+        results.add({"key": {"part": name}, "result": part}, entry.header())
+
     asked = {
         name: part
         for name, part in make_parts(config).items()
         if name.partition(" ")[0] in _PARTS.value
     }
-    missing = [name for name in asked if not done.get(name, {}).get("passed")]
-    # Parts that killed the process are last.
-    missing.sort(key=lambda name: "began" in done.get(name, {}))
+    missing = from_first(
+        lambda: sorted(  # parts that killed the process are last
+            (name for name in asked if not found(name).get("passed")),
+            key=lambda name: "began" in found(name),
+        )
+    )
     with entry.keeps(f"{_OUTPUT.value} has the parts so far, and the same command continues"):
         for name in missing:
-            write(done | {name: {"began": True}}, identity)
-            done[name] = run_part(name, asked[name], console)
-            write(done, identity)
-            console.print(
-                line_of(name, done[name]), style=None if done[name]["passed"] else "bold red"
-            )
-    shown = {name: done[name] for name in asked}
+            keep(name, {"began": True})
+            part = run_part(name, asked[name], console)
+            keep(name, part)
+            console.print(line_of(name, part), style=None if part["passed"] else "bold red")
+    shown = from_first(lambda: {name: found(name) for name in asked})
     entry.show([table_of(shown)], console)
     console.print(f"\nPlease send {_OUTPUT.value} and this table to the repository, as an issue.")
     return int(not all(part["passed"] for part in shown.values()))
@@ -158,37 +166,15 @@ def identity_of(config: ExperimentConfig) -> dict[str, Any]:
     return known | {"interpret": _INTERPRET.value, "config": config.recorded}
 
 
-def read_parts(path: str, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parts that a file has; raises ValueError for one of other versions or devices."""
-    if storage.is_stream(path) or not storage.place(path).exists():
-        return {}
-    document = storage.read_json(path)
-    with entry.reading(path):
-        there, parts = dict(document["identity"]), dict(document["parts"])
-    if changed := storage.differences(there, identity):
-        raise ValueError(
-            f"{path} is of another run: {'; '.join(changed[:3])}. Give another --output"
-        )
-    return parts
-
-
-def write(parts: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Writes the file, in process 0."""
-    if entry.is_first() and not storage.is_stream(_OUTPUT.value):
-        storage.write(
-            _OUTPUT.value, report.json_text(entry.header() | {"identity": identity, "parts": parts})
-        )
-
-
 def make_parts(config: ExperimentConfig) -> dict[str, Callable[[], Found]]:
     """Returns the parts by name; the first word of a name is its group."""
-    parts = {f"kernel {check.name}": functools.partial(check_kernel, check) for check in CHECKS}
-    of_pair = (("audit", audit_pair), ("times", time_pair), ("estimate", estimate))
-    return (
-        {"doctor": examine}
-        | parts
-        | {name: functools.partial(part, config) for name, part in of_pair}
-    )
+    return {
+        "doctor": examine,
+        **{f"kernel {check.name}": functools.partial(check_kernel, check) for check in CHECKS},
+        "audit": functools.partial(audit_pair, config),
+        "times": functools.partial(time_pair, config),
+        "estimate": functools.partial(estimate, config),
+    }
 
 
 def run_part(name: str, part: Callable[[], Found], console: Console) -> dict[str, Any]:
