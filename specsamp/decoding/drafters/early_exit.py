@@ -14,6 +14,7 @@ same weights: (K+1) E + (L-E) layers instead of K E + L.)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from specsamp import validate
 from specsamp.decoding.drafter import Drafter, Prefix, Proposal, check_is_target
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.interface import LanguageModel, LayeredModel
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.sampling.rules import Draft
 
 Array = jax.Array
 _Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
@@ -77,18 +79,39 @@ class EarlyExitDrafter(Drafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        lengths_B = prefix.lengths_B
-        batch = len(lengths_B)
+        def call(fed_BT: Array, offset: Array | int, cache: Any) -> Output:
+            return self.exit_model(weights.target, fed_BT, prefix.lengths_B - 1 + offset, cache)
 
-        def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-            cache, last_B, tokens_BK = carry
-            fed_BT = jnp.broadcast_to(last_B[:, None], (batch, self.window))
-            output = self.exit_model(weights.target, fed_BT, lengths_B - 1 + offset, cache)
-            tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, self.K)
-            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-            return (output.cache, tokens_B, tokens_BK), drawn
+        draft, cache = self_draft(prefix, sample, self.K, self.window, cache, call)
+        return draft, state, cache
 
-        pending_B = jnp.take_along_axis(prefix.tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        carry = cache, pending_B, jnp.zeros((batch, self.K), jnp.int32)
-        (cache, _, tokens_BK), drawn = sample.chain(self.K, step, step, carry)
-        return sample.draft(tokens_BK, drawn), state, cache
+
+def self_draft(
+    prefix: Prefix,
+    sample: Sampler,
+    K: int,
+    width: int,
+    cache: Any,
+    call: Callable[[Array, Array | int, Any], Output],
+) -> tuple[Draft, Any]:
+    """Drafts K tokens with calls of the target itself, each of which reads the token before.
+
+    Args:
+      width: how often a token is fed.
+      call: takes the fed tokens ``[B, width]``, the number of the step, and the cache.
+
+    Returns:
+      The draft, and the cache after the last call.
+    """
+
+    def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
+        cache, last_B, tokens_BK = carry
+        output = call(jnp.broadcast_to(last_B[:, None], (len(last_B), width)), offset, cache)
+        tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, K)
+        tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
+        return (output.cache, tokens_B, tokens_BK), drawn
+
+    pending_B1 = jnp.take_along_axis(prefix.tokens_BS, prefix.lengths_B[:, None] - 1, axis=1)
+    carry = cache, pending_B1[:, 0], jnp.zeros((len(pending_B1), K), jnp.int32)
+    (cache, _, tokens_BK), drawn = sample.chain(K, step, step, carry)
+    return sample.draft(tokens_BK, drawn), cache

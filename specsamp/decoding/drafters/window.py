@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.decoding.drafter import Drafter, Prefix, Proposal, check_is_target
-from specsamp.decoding.sampler import Drawn, Sampler
+from specsamp.decoding.drafters.early_exit import self_draft
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.interface import Block, LanguageModel
+from specsamp.models.interface import Block, LanguageModel, Output
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array]  # the copy, last tokens, all tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +77,10 @@ class WindowDrafter(Drafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        lengths_B = prefix.lengths_B
         batch, longest = prefix.tokens_BS.shape
         sinks = min(self.sinks, longest - 1)
         window = min(self.window, longest - sinks)
-        before_B = lengths_B - 1  # the pending token is not in the cache
+        before_B = prefix.lengths_B - 1  # the pending token is not in the cache
         held_B = jnp.minimum(before_B, sinks + window)
         first_B = jnp.maximum(before_B - window, sinks)
         copy = self.model.cut_cache(cache, sinks, first_B, window, self.K + self.positions - 1)
@@ -89,23 +88,15 @@ class WindowDrafter(Drafter):
             jnp.tri(self.positions, dtype=bool), (batch, self.positions, self.positions)
         )
 
-        def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-            copy, last_B, tokens_BK = carry
-            fed_BT = jnp.broadcast_to(last_B[:, None], (batch, self.positions))
-            start_B = held_B + offset
+        def call(fed_BT: Array, offset: Array | int, copy: Any) -> Output:
             block = Block(
-                start_B=start_B,
+                start_B=held_B + offset,
                 positions_BT=(before_B + offset)[:, None] + jnp.arange(self.positions)[None],
                 visible_BTR=causal_BTR,
                 skipped_B=before_B - held_B,
                 num_kept=sinks,
             )
-            output = self.model(weights.target, fed_BT, start_B, copy, block=block)
-            tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, self.K)
-            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-            return (output.cache, tokens_B, tokens_BK), drawn
+            return self.model(weights.target, fed_BT, block.start_B, copy, block=block)
 
-        pending_B = jnp.take_along_axis(prefix.tokens_BS, before_B[:, None], axis=1)[:, 0]
-        carry = copy, pending_B, jnp.zeros((batch, self.K), jnp.int32)
-        (_, _, tokens_BK), drawn = sample.chain(self.K, step, step, carry)
-        return sample.draft(tokens_BK, drawn), state, cache
+        draft, _ = self_draft(prefix, sample, self.K, self.positions, copy, call)
+        return draft, state, cache
