@@ -20,8 +20,7 @@ file of launch/benchmark.py has both.
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from absl import flags
 from rich.console import Console
@@ -181,7 +180,7 @@ def main() -> None:
 
 
 def tree_forecasts(
-    costs: Costs, places: Sequence[Mapping[str, Any]], console: Console
+    costs: Costs, places: Sequence[grid.Json], console: Console
 ) -> list[dict[str, TreeForecast]]:
     """Returns the best tree and the best chain for each batch and context, and prints which is
     better.
@@ -218,7 +217,7 @@ def check_flags() -> None:
     entry.check_goes_with(GOES_WITH)
 
 
-def measured_cells(console: Console) -> list[Mapping[str, Any]]:
+def measured_cells(console: Console) -> list[grid.Json]:
     """Reads the cells of one rule, drafter and distribution, and prints where they were measured.
 
     Cells with a draft temperature belong to another drafter, and cells with made-up acceptance are
@@ -248,7 +247,7 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     )
 
 
-def acceptance(cells: Sequence[Mapping[str, Any]]) -> Acceptance:
+def acceptance(cells: Sequence[grid.Json]) -> Acceptance:
     """Returns the acceptance from the flags, or from the measured cells."""
     if _ACCEPTANCE.value is None and _HISTOGRAM.value is None and cells:
         return grid.measured_acceptance(cells)
@@ -267,7 +266,7 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
         raise ValueError(f"--{flag}={','.join(texts)}: {error}") from error
 
 
-def round_costs(cells: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None) -> Costs:
+def round_costs(cells: Sequence[grid.Json], report: grid.Json | None) -> Costs:
     """Returns the costs of rounds; raises ValueError unless the flags give them in
     exactly one way.
     """
@@ -317,7 +316,7 @@ def where(plan: Plan) -> str:
     return f"batch {plan.batch}{context}, {tokens}"
 
 
-def plan_table(plan: Plan, costs: Costs, report: Mapping[str, Any] | None) -> Table:
+def plan_table(plan: Plan, costs: Costs, report: grid.Json | None) -> Table:
     """Returns the table of forecasts for every K; its digits and bands depend on the precision of
     the costs.
     """

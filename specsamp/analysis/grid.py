@@ -38,8 +38,9 @@ from specsamp.mesh.distributed import from_first
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.synthetic import LABEL
 
-Key = Mapping[str, Any]  # names and numbers that identify a cell in its file
-Measured = Mapping[str, Any]  # as JSON: "key", "workload", and "result" or "out_of_memory"
+Json = Mapping[str, Any]
+Key = Json  # names and numbers that identify a cell in its file
+Measured = Json  # "key", "workload", and "result" or "out_of_memory"
 
 # Cells whose programs are kept: Linux allows a process 65,530 mappings, a program takes several.
 KEPT_PROGRAMS = 8
@@ -55,7 +56,7 @@ class Cell:
     workload: Workload
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Returns the fields of a cell's record other than its measurement."""
         counts = {
             name: getattr(self.workload, name)
@@ -69,10 +70,10 @@ class Results:
     """Cells in a file, or only in memory if there is no path."""
 
     path: str | None
-    document: dict[str, Any]  # identity and environment, and "cells"
+    document: Json  # identity and environment, and "cells"
 
     @classmethod
-    def open(cls, path: str | None, identity: Mapping[str, Any]) -> Results:
+    def open(cls, path: str | None, identity: Json) -> Results:
         """Reads the cells of a file, or begins a new one.
 
         Args:
@@ -108,10 +109,10 @@ class Results:
         return cls(path=path, document=document)
 
     @property
-    def cells(self) -> list[dict[str, Any]]:
+    def cells(self) -> list[Measured]:
         return self.document["cells"]
 
-    def find(self, key: Key) -> dict[str, Any] | None:
+    def find(self, key: Key) -> Measured | None:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
     def take_over(self, path: str | os.PathLike) -> None:
@@ -127,7 +128,7 @@ class Results:
                     cell, {name: cell[name] for name in ("command", "environment") if name in cell}
                 )
 
-    def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    def add(self, cell: Measured, header: Json) -> None:
         """Adds a cell, or replaces the one with its key, and writes all of them; ``header`` goes
         before.
 
@@ -155,7 +156,7 @@ class Results:
                 storage.write(self.path, report.json_text(self.document))
 
 
-def read_document(path: str | os.PathLike) -> dict[str, Any]:
+def read_document(path: str | os.PathLike) -> Json:
     """Returns the document of a file of cells; raises ValueError for any other file."""
     try:
         document = storage.read_json(path)
@@ -170,7 +171,7 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
     return document
 
 
-def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
+def origin(path: str | os.PathLike, document: Json) -> str:
     """Returns a line on the machine and the date of the cells of a document."""
     known = document.get("environment") or {}
     names = {
@@ -188,12 +189,12 @@ def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
 
 
 def measure_cells(
-    cells: Sequence[Mapping[str, Any]],
+    cells: Sequence[Measured],
     measure: Callable[[int, Callable[[str], None]], Any],
     results: Results,
     *,
     again: bool = False,
-    header: Callable[[], Mapping[str, Any]] = dict,
+    header: Callable[[], Json] = dict,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[int, Any]:
     """Measures the cells that ``results`` does not hold yet; returns the results of this run by

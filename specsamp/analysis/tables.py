@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
 from specsamp.analysis.benchmark import Result
-from specsamp.analysis.grid import counts_of, distribution_of, setting
+from specsamp.analysis.grid import Measured, counts_of, distribution_of, setting
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
@@ -37,7 +36,7 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
     ]
 
 
-def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = False) -> Table:
+def grid_table(title: str, cells: Iterable[Measured], *, best: bool = False) -> Table:
     """Returns a table of cells of `specsamp.analysis.grid`, one row each; the best of each
     distribution is starred.
 
@@ -55,7 +54,7 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
         "result" in cell and cell["result"].get("variation_per_text") is not None for cell in cells
     )
 
-    def row(cell: Mapping[str, Any]) -> dict[str, str]:
+    def row(cell: Measured) -> dict[str, str]:
         key, result = cell["key"], cell.get("result")
         length = (
             str(key["draft_length"])
@@ -89,11 +88,11 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
     return Table.of(title, [row(cell) for cell in cells], note=note)
 
 
-def best_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def best_cells(cells: Iterable[Measured]) -> list[Measured]:
     """Returns the cell of the fastest K >= 1 of each drafter, rule, batch and temperature; drafts
     at the target's own.
     """
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    groups: dict[tuple, list[Measured]] = {}
     for cell in cells:
         key = cell["key"]
         if "result" in cell and key["draft_temperature"] is None and key["draft_length"]:
@@ -114,7 +113,7 @@ def prices(counts: RowStats, per_text: float | None) -> tuple[str, ...]:
     return f"{counts.variation_per_token:.5f}", f"{per_text:.3f}", f"{bought:+.4f}"
 
 
-def _group(cell: Mapping[str, Any]) -> tuple:
+def _group(cell: Measured) -> tuple:
     return distribution_of(cell["key"]), cell["key"]["batch"]
 
 

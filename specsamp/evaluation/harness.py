@@ -27,6 +27,7 @@ from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import generate_many
 
 TURNS_APART = 1_000_000  # prompt ids between the turns of a problem
+Json = Mapping[str, Any]  # of results, see `decode_and_score` and `tabulate`
 # Measured for every task: log-probability per token under the target, at temperature 1.
 LOG_PROB = "log_prob"
 
@@ -58,7 +59,7 @@ def decode_and_score(
     requests: Requests,
     open_log: Callable[[int], CompletionLog | None] = lambda turn: None,
     say: Callable[[int], None] = lambda done: None,
-) -> dict[str, Any]:
+) -> Json:
     """Decodes some problems of a task with one method, and scores the completions.
 
     With a chat template, further turns of a problem follow the answers to earlier turns.
@@ -120,7 +121,7 @@ def _results(
     written: Mapping[int, Sequence[Completion]],
     ends: frozenset[int],
     samples: int,
-) -> dict[str, Any]:
+) -> Json:
     """Returns the scores of completions, their counts by category, and the reasons why
     they ended.
     """
@@ -214,7 +215,7 @@ def _add_up(counts: Iterable[tuple[str, RowStats]]) -> dict[str, RowStats]:
     return sums
 
 
-def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
+def tabulate(cells: Sequence[Json], baseline: str) -> list[Json]:
     """Joins the results of `decode_and_score` for each method and block.
 
     Args:
@@ -235,15 +236,13 @@ def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str
     ]
 
 
-def _blocks_of(method: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _blocks_of(method: str, cells: Sequence[Json]) -> dict[str, Json]:
     return {
         cell["key"]["block"]: cell["result"] for cell in cells if cell["key"]["method"] == method
     }
 
 
-def _row(
-    name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool
-) -> dict[str, Any]:
+def _row(name: str, blocks: Json, plain: Json, is_plain: bool) -> Json:
     counted = (item for block in blocks.values() for item in block["counts"].items())
     counts = _add_up((category, RowStats.from_json(of_block)) for category, of_block in counted)
     total = sum(counts.values())
@@ -281,5 +280,5 @@ def _row(
     }
 
 
-def _seconds_per_token(block: Mapping[str, Any]) -> float:
+def _seconds_per_token(block: Json) -> float:
     return block["timed"]["seconds"] / block["timed"]["tokens"]

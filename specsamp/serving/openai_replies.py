@@ -20,6 +20,7 @@ from specsamp.serving.scores import Scores
 LEAST_LOG_PROB = -9999.0
 LAST_EVENT = b"data: [DONE]\n\n"
 
+Document = dict[str, Any]  # an object of the protocol
 # A token, its log-probability, and the likeliest tokens in its place with theirs, or nothing.
 Scored = tuple[int, float | None, list[tuple[int, float]] | None]
 
@@ -77,14 +78,14 @@ class Reply:
     def is_complete(self) -> bool:
         return all(choice.stats is not None for choice in self._choices)
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[Document]:
         """Returns the chunks that open a stream."""
         if not self._asked.is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
 
-    def chunk(self, gained: Chunk) -> dict[str, Any] | None:
+    def chunk(self, gained: Chunk) -> Document | None:
         """Adds new tokens of a text, and returns the chunk of a stream; None if they add no text
         yet.
         """
@@ -102,11 +103,11 @@ class Reply:
             content = {"delta": ({"content": text} if text else {}) | calls}
         return self._chunk(choice.row, content | choice.marks, choice.log_probs, choice.finish)
 
-    def end(self) -> list[dict[str, Any]]:
+    def end(self) -> list[Document]:
         """Returns the chunks after the last text."""
         return [self._head | {"choices": []} | self._counts()] if self._asked.include_usage else []
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Document:
         """Returns the answer of a request that is not streamed."""
         choices = []
         for choice in self._choices:
@@ -122,7 +123,7 @@ class Reply:
             )
         return self._head | {"choices": choices} | self._counts()
 
-    def _counts(self) -> dict[str, Any]:
+    def _counts(self) -> Document:
         return {"usage": self.usage(), "metrics": {"speculative_decoding": speculation(self.stats)}}
 
     @property
@@ -130,7 +131,7 @@ class Reply:
         """Returns the counts of all texts, which have ended."""
         return sum((choice.stats for choice in self._choices[1:]), self._choices[0].stats)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Document:
         """Counts tokens, including stop texts and the stop token.
 
         Drafted tokens were accepted or rejected. Rejected tokens are in no other count.
@@ -151,18 +152,16 @@ class Reply:
 
     def _chunk(
         self, row: int, content: dict, log_probs: dict | None, finish: str | None
-    ) -> dict[str, Any]:
+    ) -> Document:
         usage = {"usage": None} if self._asked.include_usage else {}
         return self._head | {"choices": [_with_end(row, content, log_probs, finish)]} | usage
 
 
-def _with_end(
-    row: int, content: dict, log_probs: dict | None, finish: str | None
-) -> dict[str, Any]:
+def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | None) -> Document:
     return {"index": row, **content, "logprobs": log_probs, "finish_reason": finish}
 
 
-def speculation(stats: RowStats) -> dict[str, Any]:
+def speculation(stats: RowStats) -> Document:
     """Returns counts under the names that vLLM gives them."""
     return {
         "mean_acceptance_length": stats.emitted_per_round if stats.rounds else None,
@@ -195,7 +194,7 @@ class _Choice:
         if asked.echo:
             self.text = Continuation(request.tokenizer).complete(request.prompt)
         self.stats: RowStats | None = None  # at the end
-        self.log_probs: dict[str, Any] | None = None
+        self.log_probs: Document | None = None
         self.marks: dict[str, list[bool]] = {}
         self._asked, self._tokens = asked, []
 
@@ -228,7 +227,7 @@ class _Choice:
         )
         return scored if self._asked.echo else scored[len(prompt) :]
 
-    def _in_form(self, scored: list[Scored]) -> dict[str, Any]:
+    def _in_form(self, scored: list[Scored]) -> Document:
         """Returns log-probabilities of the last tokens as the protocol writes them."""
         steps = self._decoder.steps(self._tokens)
         if self._asked.echo:
@@ -253,7 +252,7 @@ class _Choice:
             "text_offset": [before.size for before in befores],
         }
 
-    def _entry(self, before: Written, token: int, log_prob: float | None) -> dict[str, Any]:
+    def _entry(self, before: Written, token: int, log_prob: float | None) -> Document:
         """Returns a token's name, its log-probability and its bytes.
 
         The name is the text that the token completes, so that consecutive names are the text. A
@@ -271,7 +270,7 @@ class _Choice:
         }
 
 
-def _call(text: str) -> dict[str, Any] | None:
+def _call(text: str) -> Document | None:
     try:
         name = json.loads(text)["name"]
     except (
