@@ -7,6 +7,7 @@ the slots of a row already hold is copied instead of read.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -19,38 +20,32 @@ from specsamp.serving.slots import SlotTable
 CHUNKS_PER_STEP = 2
 
 
+@dataclasses.dataclass
 class Prefill:
     """Reads several prompts together, equally many in each data shard.
 
     Attributes:
+      scheduler, table, runner: parts of a batch.
+      chunks: numbers of tokens of a call, from small to large.
+      is_whole: whether a step reads whole prompts.
+      budget: tokens of a step.
       entries: requests whose prompts are being read; None where a data shard has none.
       tokens_read, tokens_copied: numbers of prompt tokens.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        table: SlotTable,
-        runner: Runner,
-        chunks: Sequence[int],
-        is_whole: bool,
-    ):
-        """Takes the parts of a batch.
+    scheduler: Scheduler
+    table: SlotTable
+    runner: Runner
+    chunks: Sequence[int]
+    is_whole: bool
+    entries: list[Entry | None] = dataclasses.field(default_factory=list)
+    tokens_read: int = 0
+    tokens_copied: int = 0
 
-        Args:
-          chunks: numbers of tokens of a call, from small to large.
-          is_whole: whether a step reads whole prompts.
-        """
-        self._scheduler = scheduler
-        self._table = table
-        self._runner = runner
-        self._chunks = chunks
-        self._is_whole = is_whole
-        self.budget = math.inf if is_whole else CHUNKS_PER_STEP * chunks[-1]  # tokens of a step
-        self.entries: list[Entry | None] = []
+    def __post_init__(self):
+        self.budget = math.inf if self.is_whole else CHUNKS_PER_STEP * self.chunks[-1]
         self._rows: list[int | None] = []
         self._starts: list[int] = []
-        self.tokens_read = self.tokens_copied = 0
 
     def begin(self, entries: list[Entry | None], rows: list[int | None], width: int) -> None:
         """Makes rows for prompts, with the longest prefixes that rows of the batch hold.
@@ -64,10 +59,10 @@ class Prefill:
         for at, entry in enumerate(entries):
             prompt = () if entry is None else entry.request.prompt
             # The first chunk after a copy must fit.
-            fits = len(prompt) + self._chunks[0] <= self._table.size.slots
-            found.append(self._table.longest_prefix(at // width, prompt if fits else ()))
+            fits = len(prompt) + self.chunks[0] <= self.table.size.slots
+            found.append(self.table.longest_prefix(at // width, prompt if fits else ()))
         sources, self._starts = map(list, zip(*found))
-        self._runner.begin_prompts(sources, self._starts)
+        self.runner.begin_prompts(sources, self._starts)
         self.tokens_copied += sum(self._starts)
 
     def read(self) -> int:
@@ -83,18 +78,18 @@ class Prefill:
             for length, start, entry in zip(lengths, starts, entries)
             if entry
         ]
-        chunk, calls = plan(left, self._chunks, self._table.size.slots, self._is_whole)
+        chunk, calls = plan(left, self.chunks, self.table.size.slots, self.is_whole)
         ends = [min(start + calls * chunk, length) for start, length in zip(starts, lengths)]
-        self._runner.read([entry and entry.request for entry in entries], starts, ends, chunk)
+        self.runner.read([entry and entry.request for entry in entries], starts, ends, chunk)
         self.tokens_read += sum(min(count, calls * chunk) for count, _ in left)
         is_read = [entry and end == length for entry, end, length in zip(entries, ends, lengths)]
         if any(is_read):
             rows = [row if done else None for row, done in zip(self._rows, is_read)]
-            self._runner.insert_prompts(rows)
+            self.runner.insert_prompts(rows)
         for at in (at for at, done in enumerate(is_read) if done):
-            self._table.entries[self._rows[at]] = entries[at]
-            self._table.hold(self._rows[at], ())
-            self._scheduler.start(entries[at])
+            self.table.entries[self._rows[at]] = entries[at]
+            self.table.hold(self._rows[at], ())
+            self.scheduler.start(entries[at])
             entries[at] = None
         self._starts = [end if entry else 0 for entry, end in zip(entries, ends)]
         if not any(entries):
@@ -105,9 +100,9 @@ class Prefill:
         """Frees the memory of prompts; returns the requests that were not read, as finished."""
         left = [entry for entry in self.entries if entry is not None]
         self.entries = []
-        self._runner.free_prompts()
+        self.runner.free_prompts()
         for entry in left:
-            self._scheduler.finish(entry)
+            self.scheduler.finish(entry)
         return left
 
 

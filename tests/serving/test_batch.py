@@ -271,7 +271,7 @@ def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(smal
     texts.ask([3, 1, 4, 1, 5] * 4, 80)
     while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].length < 36:
         texts.step()
-    monkeypatch.setattr(texts.batch.prefill, "_chunks", (4,))
+    monkeypatch.setattr(texts.batch.prefill, "chunks", (4,))
     texts.batch.prefill.budget = 4
     slots = texts.batch.table.size.slots
     texts.ask([2] * 40, 1)
@@ -286,7 +286,7 @@ def test_long_prompt_delays_a_running_text_by_two_chunks(monkeypatch):
     texts = Texts(rows=2, in_background=False)
     compile_all(texts.batch)
     monkeypatch.setattr(Engine, "extend", lambda *of: (calls.append(0), extend(*of))[1])
-    monkeypatch.setattr(texts.batch.prefill, "_chunks", (16,))
+    monkeypatch.setattr(texts.batch.prefill, "chunks", (16,))
     texts.batch.prefill.budget = 32
     for prompt, budget in (([1], 80), ([2] * 100, 5)):
         texts.ask(prompt, budget)
