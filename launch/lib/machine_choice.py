@@ -157,6 +157,6 @@ def best(
         f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x"
         for name, one in forecasts.items()
     )
-    sampling = grid.words(grid.distribution_of(dataclasses.asdict(config.sampling)))
+    sampling = grid.distribution_of(dataclasses.asdict(config.sampling))
     console.print(f"forecast for this machine, {sampling}: {said}", style="dim")
     return config.turned({"drafter": word, "draft_length": forecasts[word].draft_length})

@@ -187,11 +187,6 @@ def cpu_of(document: Document) -> str:
     return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")
 
 
-def law(key: Key) -> str:
-    """Returns the name of a distribution: "T = 0.8, top-p 0.95"."""
-    return "T = {temperature:g}, top-p {top_p:g}".format(**key) if key["temperature"] else "greedy"
-
-
 def made(shown: Published, folder: pathlib.Path = RESULTS) -> Any:
     """Returns a table or a figure of the results of a folder."""
     with entry.reading(", ".join(shown.results)):

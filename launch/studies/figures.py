@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.lib.evaluation_tables import quality
-from launch.lib.study import Document, Published, Study, answers, cpu_of, law
+from launch.lib.study import Document, Published, Study, answers, cpu_of
 from specsamp.analysis import grid
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.figures import COLOURS, STYLES
@@ -187,7 +187,10 @@ def headline(slices: Document, *chosen: Document) -> Table:
                 f"this machine, {key['rule']} rule"
             )
             rows.append(
-                (f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}")
+                (
+                    f"**{ratio(result['speedup'])}**",
+                    f"measured: {distribution_of(key)}, {length}; {where}",
+                )
             )
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
@@ -217,7 +220,7 @@ def summary(grid: Document, audit: Document, agreement: Document, slices: Docume
     for name, wanted in OF_THE_GRID:
         wanted = {"draft_length": 4, "batch": 4, "rule": "token"} | wanted
         key, result = next(cell for cell in answers(grid) if wanted.items() <= cell[0].items())
-        where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
+        where = f"{name}, {distribution_of(key)}, K = {key['draft_length']}, batch {key['batch']}"
         rows.append((where, cpu_of(grid), ratio(result["speedup"])))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
     rows.append(

@@ -240,7 +240,7 @@ def measure_cells(
 
 
 def distribution_of(key: Key) -> str:
-    """Describes the target's distribution: "greedy", "T = 0.8, top_p 0.95"; synthetic acceptance
+    """Describes the target's distribution: "greedy", "T = 0.8, top-p 0.95"; synthetic acceptance
     goes first.
     """
     rate = key.get("synthetic_acceptance")
@@ -248,13 +248,8 @@ def distribution_of(key: Key) -> str:
     if key["temperature"] == 0:
         return ", ".join([*made_up, "greedy"])
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    filters = [f"{name} {key[name]:g}" for name in off if key[name] != off[name]]
-    return ", ".join([*made_up, f"T = {key['temperature']:g}", *filters])
-
-
-def words(distribution: str) -> str:
-    """Writes a distribution as tables do: "T = 0.8, top-p 0.95"."""
-    return distribution.replace("temperature ", "T = ").replace("top_p", "top-p")
+    filters = [f"{name.replace('_', '-')} {key[name]:g}" for name in off if key[name] != off[name]]
+    return ", ".join([*made_up, f"T = {key['temperature']}", *filters])
 
 
 def setting(key: Key) -> str:
@@ -268,10 +263,7 @@ def setting(key: Key) -> str:
         [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
     )
     drafts = ["plain"] if key["drafter"] == "none" else [*draft, drafter, f"{key['rule']} rule"]
-    distribution = distribution_of(key).replace(
-        f"T = {key['temperature']:g}", f"T = {key['temperature']}"
-    )
-    return ", ".join([words(distribution), *drafts])
+    return ", ".join([distribution_of(key), *drafts])
 
 
 def describe(key: Key) -> str:
