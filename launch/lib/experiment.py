@@ -15,7 +15,7 @@ from launch.lib.shapes import known_models
 from specsamp import validate
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.params import digest_of_pair
-from specsamp.checkpoints.public_pair import read_pair, read_target
+from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import HEADS, load_pair, load_prompts
 from specsamp.checkpoints.vocabulary import shared_mass
@@ -161,23 +161,18 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     the two.
     """
     console, names = entry.make_console(stderr=True), config.hugging_face
-    options = dict(
+    return read_pair(
+        names.target,
+        names.draft or None,
+        is_head=config.word.draft in HEADS,
+        other_vocabulary=names.other_vocabulary,
         dtype=names.dtype,
         int8=config.int8.sides,
         mesh=mesh,
-        progress=entry.weights_progress(console),
-        check=config.make_drafter,
-    )
-    if not names.draft:
-        return read_target(names.target, **options)
-    return read_pair(
-        names.target,
-        names.draft,
-        is_head=config.word.draft in HEADS,
-        other_vocabulary=names.other_vocabulary,
         draft_model_parallelism=config.mesh.draft_model_parallelism or None,
+        progress=entry.weights_progress(console),
         say=lambda text: console.print(entry.visible(text)),
-        **options,
+        check=config.make_drafter,
     )
 
 

@@ -39,7 +39,7 @@ from specsamp.models.transformer import TransformerLM
 
 def read_pair(
     target: str,
-    draft: str,
+    draft: str | None,
     *,
     is_head: bool = False,
     other_vocabulary: bool = False,
@@ -49,13 +49,13 @@ def read_pair(
     draft_model_parallelism: int | None = None,
     progress: OnProgress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
-    check: Callable[[LanguageModel, LanguageModel | Head], Any] = lambda *_: None,
+    check: Callable[[LanguageModel, LanguageModel | Head | None], Any] = lambda *_: None,
 ) -> Pair:
     """Reads a pair of two checkpoints, or of a checkpoint and a head, ready for `generate`.
 
     Args:
       target, draft: folders, ``gs://`` folders or ids of the hub; or checkpoints converted by
-        launch/export.py.
+        launch/export.py. Without a draft, None, see `read_target`.
       is_head: the draft is a head, which drafts from the target's hidden states.
       other_vocabulary: the draft model may have another tokenizer; then it drafts the shared
         tokens.
@@ -75,69 +75,56 @@ def read_pair(
     machine.require_devices()
     validate.instance("int8", int8, Int8, "Int8(weights=('target',))")
     ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
+    ours.require_tokenizer()
     if is_head and validate.switch("other_vocabulary", other_vocabulary):
         raise ValueError(
             "other_vocabulary is for draft models, but a head reads the target's tokens: leave it "
             "out"
         )
-    theirs, notes = open_draft(
-        ours, draft, is_head=is_head, other_vocabulary=other_vocabulary, dtype=dtype, int8=int8
-    )
-    model = _model_of(ours, ours, [ours] if is_head or other_vocabulary else [ours, theirs], mesh)
-    drafting, vocabulary = _draft_of(
-        ours, theirs, model, other_vocabulary=other_vocabulary, int8=int8, mesh=mesh
-    )
+    theirs, notes, drafting, vocabulary = None, [], None, None
+    if draft is not None:
+        theirs, notes = open_draft(
+            ours, draft, is_head=is_head, other_vocabulary=other_vocabulary, dtype=dtype, int8=int8
+        )
+    is_alone = draft is None or is_head or other_vocabulary
+    model = _model_of(ours, ours, [ours] if is_alone else [ours, theirs], mesh)
+    if theirs is not None:
+        drafting, vocabulary = _draft_of(
+            ours, theirs, model, other_vocabulary=other_vocabulary, int8=int8, mesh=mesh
+        )
     if vocabulary is not None:
         notes.append(describe_overlap(vocabulary))
     for note in notes:
         say(note)
     if mesh is not None:
         model = shard_model(model, Layout.tensor_parallel(mesh))
-        drafting = (shard_head if is_head else shard_model)(
-            drafting, draft_layout(mesh, draft_model_parallelism)
-        )
+        if drafting is not None:
+            drafting = (shard_head if is_head else shard_model)(
+                drafting, draft_layout(mesh, draft_model_parallelism)
+            )
     check(model, drafting)
     check_readable(ours, model)
-    check_readable(theirs, drafting)
-    return Pair(
+    if theirs is not None:
+        check_readable(theirs, drafting)
+    pair = Pair(
         target=model,
         target_params=read_params(ours, model, progress),
-        draft_params=(read_head if is_head else read_params)(theirs, drafting, progress),
         tokenizer=ours.tokenizer,
         stop=ours.stop_ids or None,
         shards=DataShards(mesh),
-        vocabulary=vocabulary,
-        **{"head" if is_head else "draft": drafting},
     )
+    if theirs is None:
+        return pair
+    draft_params = (read_head if is_head else read_params)(theirs, drafting, progress)
+    drafts = {"head" if is_head else "draft": drafting, "vocabulary": vocabulary}
+    return dataclasses.replace(pair, draft_params=draft_params, **drafts)
 
 
-def read_target(
-    target: str,
-    *,
-    dtype: str = "bfloat16",
-    int8: Int8 = FLOAT,
-    mesh: Mesh | None = None,
-    progress: OnProgress = lambda *_: None,
-    check: Callable[[LanguageModel, None], Any] = lambda *_: None,
-) -> Pair:
-    """Reads a target alone, for drafters that need no other model; arguments and errors are those
-    of `read_pair`.
+def read_target(target: str, **options: Any) -> Pair:
+    """Reads a target alone, for drafters that need no other model; options and errors are those of
+    `read_pair`.
     """
-    machine.require_devices()
-    checkpoint = open_checkpoint(target, dtype=dtype, **int8.of("target"))
-    checkpoint.require_tokenizer()
-    model = _model_of(checkpoint, checkpoint, [checkpoint], mesh)
-    if mesh is not None:
-        model = shard_model(model, Layout.tensor_parallel(mesh))
-    check(model, None)
-    check_readable(checkpoint, model)
-    return Pair(
-        target=model,
-        target_params=read_params(checkpoint, model, progress),
-        tokenizer=checkpoint.tokenizer,
-        stop=checkpoint.stop_ids or None,
-        shards=DataShards(mesh),
-    )
+    return read_pair(target, None, **options)
 
 
 def open_draft(
