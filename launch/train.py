@@ -294,17 +294,9 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
 
 def shape_of(head: Any) -> dict[str, Any]:
     """Returns the fields of a head and of its layer, without dtypes."""
-    layer = {
-        f"layer.{name}": value
-        for name, value in dataclasses.asdict(head.layer).items()
-        if name != "dtype"
-    }
-    own = {
-        name: value
-        for name, value in dataclasses.asdict(head).items()
-        if name not in ("layer", "dtype")
-    }
-    return {"kind": head.kind, **own, **layer}
+    fields = storage.flat(dataclasses.asdict(head))
+    fields = {name: value for name, value in fields.items() if not name.endswith("dtype")}
+    return {"kind": head.kind, **fields}
 
 
 def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
