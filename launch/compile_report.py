@@ -40,6 +40,7 @@ from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import pair_report
+from specsamp.tpu.calibration import fit_published
 from specsamp.tpu.lowering import Programs, sharded_head_model
 from specsamp.tpu.topology import CHIPS, described_mesh, parse
 
@@ -85,6 +86,7 @@ def main() -> None:
         "models": {"target": programs.target.config, "draft": (head or programs.draft).config},
         "head": None if head is None else head.config.kind,
         "report": report,
+        "calibration": fit_published(),
         "calibrated_ms": {
             p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None
         },

@@ -2,8 +2,9 @@
 pages.
 
 python launch/study.py --list
-python launch/study.py figures --results=notebooks/results    # shows results, measures nothing
-python launch/study.py conversations --help
+python launch/study.py backtest --output=runs/tpu_backtest.json
+python launch/study.py backtest --results=notebooks/results    # shows results, measures nothing
+python launch/study.py backtest --help
 python launch/study.py --page    # fills the tables of all pages
 """
 
@@ -32,7 +33,7 @@ def main() -> None:
             console.print(f"filled {path}")
         return
     if not _LIST.value:
-        raise ValueError("name a study, such as: python launch/study.py figures; --list shows all")
+        raise ValueError("name a study, such as: python launch/study.py backtest; --list shows all")
     rows = [(name, study.load_study(name).question) for name in study.names()]
     entry.show(
         [Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console

@@ -1,4 +1,4 @@
-"""Turns work on a TPU into milliseconds, with numbers that were fitted on published measurements.
+"""Turns work on a TPU into milliseconds, with numbers that are fitted on published measurements.
 
     milliseconds = max(streaming / efficiency, cycles) + exposed
                    + layer_sequences * sequence_us + calls * call_ms
@@ -13,8 +13,8 @@ Two kinds of programs have been measured, and one set of numbers does not hold f
   memory work side by side, so collectives cost only the time by which they outlast the streaming:
   the overlap is 1, no fitted number. Their time comes from profiler traces. Fitted are the
   efficiency, the time of a call, and the time of a layer's attention and cache update per sequence.
-  Overlaps down to a half explain the steps nearly as well, and the upper edge of a band takes that
-  one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
+  Overlaps down to `least_overlap` explain the steps nearly as well, and the upper edge of a band
+  takes that one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
 
 This package compiles programs of today, and no step of such a program on v4 is published. So an
 estimate for v5e comes from the second fit. For every other chip it is a **range between full
@@ -23,18 +23,37 @@ layer and sequence.
 
 A band includes the worst step of the worst layout that was left out of the fit. Steps of
 one layout err alike, so a new layout lies within with a chance of about n / (n + 1) after n
-layouts: three in four for v5e. The measurements, their sources, the fit and its check are in commit
-7525f05c (`specsamp/tpu/measurements.json`, `launch/studies/backtest.py`).
+layouts: three in four for v5e.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
+import numpy as np
+from scipy.optimize import nnls
+
+from specsamp.tpu.measurements import Measurement, published
 from specsamp.tpu.work import Work
 
-MEASURED_TODAY = "v5e"  # the chip of the hidden collectives
+HIDDEN_ON, ADDED_ON = "v5e", "v4"  # the chips of the two kinds of programs
+SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
+# An overlap explains steps nearly as well as the best with at most so many times its error.
+NEARLY = 1.25
+FEWEST_STEPS = 4  # to check three numbers
+
+# The factor of each number, and the milliseconds of its unit.
+COLUMNS = {
+    "efficiency": ("streaming_ms", 1.0),
+    "call_ms": ("calls", 1.0),
+    "sequence_us": ("layer_sequences", 1e-3),
+    "collective_us": ("collectives", 1e-3),
+    "hop_us": ("collective_hops", 1e-3),
+}
+Steps = Sequence[tuple[Work, float]]  # with their milliseconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +80,10 @@ class Band:
         edges = f"{two_digits(self.least)} to {two_digits(self.most)}"
         return edges if self.open else f"{two_digits(self.likely)} ({edges})"
 
+    def covers(self, milliseconds: float) -> bool:
+        """Returns whether a measurement lies within."""
+        return self.least <= milliseconds <= self.most
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -72,8 +95,11 @@ class Calibration:
     collective_us: float = 0.0
     hop_us: float = 0.0
     overlap: float = 0.0  # share of the streaming that hides collectives
-    least_overlap: float = 0.0  # the least that explains the steps nearly as well
+    # The least that explains the steps nearly as well; None: no other was tried.
+    least_overlap: float | None = None
     error: float = 0.0  # of the logarithm: the worst of a step that was left out of the fit
+    points: int = 0
+    layouts: int = 0  # that were left out, one after another
 
     def milliseconds(self, *works: Work) -> float:
         """Estimates the time of calls, one after another."""
@@ -94,7 +120,11 @@ class Calibration:
         """Estimates with a band: its least has no time per call, its most hides as few collectives
         as the steps allow.
         """
-        shown = dataclasses.replace(self, overlap=self.least_overlap)
+        shown = (
+            self
+            if self.least_overlap is None
+            else dataclasses.replace(self, overlap=self.least_overlap)
+        )
         least = self.milliseconds(*(dataclasses.replace(work, calls=0) for work in works))
         return Band(
             least=least * math.exp(-self.error),
@@ -103,49 +133,50 @@ class Calibration:
         )
 
 
-ADDED = Calibration(efficiency=0.8686, call_ms=0.6485, hop_us=7.180, error=0.09981)
-HIDDEN = Calibration(
-    efficiency=0.9908,
-    call_ms=0.1736,
-    sequence_us=1.535,
-    collective_us=7.550,
-    hop_us=1.266,
-    overlap=1.0,
-    least_overlap=0.5,
-    error=0.1776,
-)
-HIDDEN_STEPS, HIDDEN_LAYOUTS = 25, 3  # in the fit
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrations:
+    """The fits of the two kinds of programs; None where there were too few measurements."""
 
-# Fits nearly as good as HIDDEN: with other overlaps, and without each of the layouts.
-NEARLY = (
-    HIDDEN,
-    dataclasses.replace(HIDDEN, overlap=0.5, efficiency=0.9719, call_ms=0.1606, sequence_us=1.364),
-    dataclasses.replace(HIDDEN, overlap=0.6, efficiency=0.9847, call_ms=0.2011, sequence_us=1.460),
-    dataclasses.replace(HIDDEN, overlap=0.7, efficiency=0.9885, call_ms=0.1909, sequence_us=1.502),
-    dataclasses.replace(HIDDEN, overlap=0.8, efficiency=0.9900, call_ms=0.1796, sequence_us=1.523),
-    dataclasses.replace(HIDDEN, efficiency=0.9863, call_ms=0.0, sequence_us=1.586),
-    dataclasses.replace(
-        HIDDEN, efficiency=1.0, call_ms=0.6872, sequence_us=1.381, collective_us=9.569, hop_us=1.122
-    ),
-    dataclasses.replace(HIDDEN, efficiency=1.0, call_ms=0.1630, sequence_us=1.551),
-)
+    added: Calibration | None
+    hidden: Calibration | None
+    # Nearly as good as ``hidden``: with other overlaps, and without each layout.
+    nearly: tuple[Calibration, ...] = ()
+
+    def estimate(self, chip: str, *works: Work) -> Band:
+        """Estimates calls of a program of today, by the fit of its chip if there is one.
+
+        Otherwise the band is the range between full overlap and none. Its three scenarios are: all
+        hidden; all added; and the target's call, which comes first, hidden, but calls of a
+        draft, with little time to hide under, added.
+
+        Raises:
+          ValueError: no measurement bounds the range from above.
+        """
+        if chip == HIDDEN_ON and self.hidden is not None:
+            worlds = tuple(fit.milliseconds(*works) for fit in self.nearly)
+            return dataclasses.replace(self.hidden.estimate(*works), worlds=worlds)
+        if self.added is None:
+            raise ValueError("no measurement bounds a step from above: give more rows")
+        added = dataclasses.replace(
+            self.added, sequence_us=self.hidden.sequence_us if self.hidden else 0.0
+        )
+        hidden = [max(work.streaming_ms, work.cycles_ms) for work in works]
+        least, most = sum(hidden), added.milliseconds(*works) * math.exp(added.error)
+        worlds = least, added.milliseconds(*works), hidden[0] + added.milliseconds(*works[1:])
+        return Band(
+            least=least, likely=math.sqrt(least * most), most=most, open=True, worlds=worlds
+        )
+
+    def of_row(self, row: Measurement) -> Band:
+        """Estimates a measured step, as a program of its time."""
+        if row.chip == ADDED_ON and row.date < "2024" and self.added is not None:
+            return self.added.estimate(row.work())
+        return self.estimate(row.chip, row.work())
 
 
 def estimate(chip: str, *works: Work) -> Band:
-    """Estimates calls of a program of today, by the fit of its chip if there is one.
-
-    Otherwise the band is the range between full overlap and none. Its three scenarios are: all
-    hidden; all added; and the target's call, which comes first, hidden, but calls of a draft, with
-    little time to hide under, added.
-    """
-    if chip == MEASURED_TODAY:
-        worlds = tuple(fit.milliseconds(*works) for fit in NEARLY)
-        return dataclasses.replace(HIDDEN.estimate(*works), worlds=worlds)
-    added = dataclasses.replace(ADDED, sequence_us=HIDDEN.sequence_us)
-    hidden = [max(work.streaming_ms, work.cycles_ms) for work in works]
-    least, most = sum(hidden), added.milliseconds(*works) * math.exp(added.error)
-    worlds = least, added.milliseconds(*works), hidden[0] + added.milliseconds(*works[1:])
-    return Band(least=least, likely=math.sqrt(least * most), most=most, open=True, worlds=worlds)
+    """Estimates calls by the published calibrations."""
+    return fit_published().estimate(chip, *works)
 
 
 def band_ratio(slow: Band, fast: Band) -> Band:
@@ -165,3 +196,116 @@ def two_digits(number: float) -> str:
         return f"{number:g}"
     decimals = 1 - math.floor(math.log10(abs(float(f"{number:.1e}"))))
     return f"{round(number, decimals):.{max(decimals, 0)}f}"
+
+
+@functools.cache
+def fit_published(rows: tuple[Measurement, ...] | None = None) -> Calibrations:
+    """Fits both kinds of programs on published rows, each with its error on layouts that were left
+    out.
+    """
+    rows = published() if rows is None else rows
+    (added, _), (hidden, nearly) = (_with_error(chip, rows) for chip in (ADDED_ON, HIDDEN_ON))
+    return Calibrations(added=added, hidden=hidden, nearly=nearly)
+
+
+def held_out(by: str) -> list[tuple[Measurement, Band]]:
+    """Returns every published step with its band from fits without the rows of its layout or of its
+    source.
+
+    Args:
+      by: "layout" or "source".
+    """
+    rows, found = published(), []
+    for name in sorted({getattr(row, by) for row in rows}):
+        fits = fit_published(tuple(row for row in rows if getattr(row, by) != name))
+        left = [row for row in rows if getattr(row, by) == name and row.kind == "step"]
+        found += [(row, fits.of_row(row)) for row in left]
+    return found
+
+
+def steps_on(chip: str, rows: Sequence[Measurement]) -> Steps:
+    """Returns the work and the milliseconds of the measured steps of a chip."""
+    return [
+        (row.work(), row.milliseconds) for row in rows if row.kind == "step" and row.chip == chip
+    ]
+
+
+def fits_on(chip: str, rows: Sequence[Measurement]) -> list[Calibration]:
+    """Fits the steps of TPU v4 as sums, of v5e for each overlap; none with too few steps or traced
+    collectives.
+    """
+    steps, traces = (
+        steps_on(chip, rows),
+        [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"],
+    )
+    base = Calibration(efficiency=1, call_ms=0, points=len(steps))
+    if len(steps) < FEWEST_STEPS:
+        return []
+    if chip == ADDED_ON:
+        return [fit(base, steps, "efficiency", "call_ms", "hop_us")]
+    if len({work.collective_hops for work, _ in traces}) < 2:
+        return []
+    return fits_by_overlap(
+        fit(base, traces, "collective_us", "hop_us"), steps, "call_ms", "sequence_us", "efficiency"
+    )
+
+
+def fits_by_overlap(base: Calibration, steps: Steps, *names: str) -> list[Calibration]:
+    """Fits the named numbers for each overlap of `SHARES`."""
+    return [fit(dataclasses.replace(base, overlap=share), steps, *names) for share in SHARES]
+
+
+def nearly_best(fits: Sequence[Calibration], steps: Steps) -> list[Calibration]:
+    """Returns the fits whose root of the mean squared relative error on steps is at most `NEARLY`
+    times the least.
+    """
+    errors = [
+        math.sqrt(np.mean([(fit.milliseconds(work) / ms - 1) ** 2 for work, ms in steps]))
+        for fit in fits
+    ]
+    return [
+        fit for fit, error in zip(fits, errors, strict=True) if error <= NEARLY * min(errors) + 1e-9
+    ]
+
+
+def _with_error(
+    chip: str, rows: Sequence[Measurement]
+) -> tuple[Calibration | None, tuple[Calibration, ...]]:
+    """Returns the fit of a chip with its worst error on a layout that was left out, and the fits
+    nearly as good.
+    """
+    fits, steps, without, errors = fits_on(chip, rows), steps_on(chip, rows), [], []
+    for layout in sorted({row.layout for row in rows if row.kind == "step" and row.chip == chip}):
+        if rest := fits_on(chip, [row for row in rows if row.layout != layout]):
+            without.append(rest[-1])
+            left = steps_on(chip, [row for row in rows if row.layout == layout])
+            errors += [abs(math.log(rest[-1].milliseconds(work) / ms)) for work, ms in left]
+    if not fits or not errors:
+        return None, ()
+    nearly = nearly_best(fits, steps)
+    least = {"least_overlap": nearly[0].overlap, "error": max(errors), "layouts": len(without)}
+    return dataclasses.replace(fits[-1], **least), (*nearly, *without)
+
+
+def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
+    """Fits the named numbers by relative errors; all other numbers are of ``base``, and none is
+    negative.
+
+    Numbers of collectives are fitted without overlap, or on works that stream nothing: there
+    collectives show whole.
+    """
+    bare = dataclasses.replace(base, **{name: 0.0 for name in names if name != "efficiency"})
+    times, known = (
+        np.array([ms for _, ms in steps]),
+        np.array([bare.milliseconds(work) for work, _ in steps]),
+    )
+    columns = np.array(
+        [
+            [getattr(work, COLUMNS[name][0]) * COLUMNS[name][1] for name in names]
+            for work, _ in steps
+        ]
+    )
+    found = dict(zip(names, nnls(columns / times[:, None], (times - known) / times)[0].tolist()))
+    if "efficiency" in found:  # streaming takes so much longer
+        found["efficiency"] = base.efficiency / (1 + found["efficiency"])
+    return dataclasses.replace(base, **found)

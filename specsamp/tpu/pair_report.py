@@ -33,14 +33,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.torus import find_boxes
 from specsamp.sampling.rules import Rule
-from specsamp.tpu.calibration import (
-    HIDDEN,
-    HIDDEN_LAYOUTS,
-    HIDDEN_STEPS,
-    Band,
-    estimate,
-    two_digits,
-)
+from specsamp.tpu.calibration import Band, estimate, fit_published, two_digits
 from specsamp.tpu.lowering import Programs, scored_rows, step_windows
 from specsamp.tpu.program import USABLE, Memory, Program, fastest, measure_program
 from specsamp.tpu.topology import Chip, parse
@@ -349,7 +342,8 @@ def basis(open: bool) -> str:
             "collectives hidden) to the sum that held for programs of 2022 and 2023 on TPU v4 (all "
             "added)"
         )
+    fit = fit_published().hidden
     return (
-        f"calibrated on {HIDDEN_STEPS} published steps of TPU v5e; those of {HIDDEN_LAYOUTS} "
-        f"layouts, each left out once, were within {math.expm1(HIDDEN.error):.0%}"
+        f"calibrated on {fit.points} published steps of TPU v5e; those of {fit.layouts} layouts, "
+        f"each left out once, were within {math.expm1(fit.error):.0%}"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specsamp.analysis.costs import Costs
 from specsamp.models.config import TransformerConfig
-from specsamp.tpu.topology import CHIPS
+from specsamp.tpu.topology import CHIPS, Chip
 
 BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
 
@@ -43,7 +43,7 @@ def calls_of_round(whole: Work, draft_step: Work) -> tuple[Work, ...]:
 def hops(chips: Sequence[int]) -> int:
     """Returns the hops between the two chips that are farthest apart: 5 for (2, 2, 4).
 
-    No axis wraps around: the fit of `specsamp.tpu.calibration` then missed a layout that was left
+    No axis wraps around: the fit of `specsamp.tpu.calibration` then misses a layout that was left
     out by 10% at most, else by 24%, because of steps on a 4x4x4.
     """
     return sum(size - 1 for size in chips)
@@ -58,6 +58,109 @@ def wire_ms(carried: float, chips: Sequence[int], link_bytes_per_second: float) 
     """
     count, axes = math.prod(chips), sum(size > 1 for size in chips)
     return carried * (count - 1) / count / (2 * axes * link_bytes_per_second) * 1e3 if axes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.program` takes it from
+    the compiler instead.
+    """
+
+    layers: int
+    width: int
+    parameters: float  # of the layers, read at every step
+    # Of the output matrix, which stays in bfloat16 where the layers are in int8.
+    head_parameters: float = 0.0
+    cached: float = 0.0  # numbers of the cache per token of a sequence
+    expert_parameters: float = 0.0  # of one expert
+    expert_layers: int = 0
+    experts: int = 0  # of such a layer
+    experts_per_token: int = 0
+    collectives_per_layer: int = 2
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Shape:
+        """Takes the sizes of a transformer; tables that are only looked up are left out."""
+        embeddings = config.vocab_size * config.width
+        # The states of recurrent layers are not counted.
+        attentions = config.num_layers - sum(map(config.is_recurrent, range(config.num_layers)))
+        tables = (
+            embeddings * (1 if config.tied else 2)
+            + config.num_ngram_tables * config.ngram_rows * config.width
+        )
+        experts = config.experts
+        return cls(
+            layers=config.num_layers,
+            width=config.width,
+            parameters=config.num_parameters - config.num_expert_parameters - tables,
+            head_parameters=embeddings,
+            cached=2 * attentions * config.num_kv_heads * config.head_size,
+            expert_parameters=3 * config.width * experts.width if experts else 0.0,
+            expert_layers=config.num_sparse_layers,
+            experts=experts.num_experts if experts else 0,
+            experts_per_token=experts.experts_per_token if experts else 0,
+        )
+
+    def weight_bytes(self, dtype: str, tokens: int) -> float:
+        """Returns the bytes of weights that a call of so many tokens reads; experts as random
+        routing picks them.
+        """
+        missed = (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 1.0
+        picked = self.expert_layers * self.experts * (1 - missed) * self.expert_parameters
+        return (self.parameters + picked) * BYTES[dtype] + self.head_parameters * max(
+            BYTES[dtype], BYTES["bfloat16"]
+        )
+
+    def call(
+        self,
+        chip: Chip,
+        chips: Sequence[int],
+        *,
+        rows: int,
+        context: float,
+        tokens: int = 1,
+        weights: str = "bfloat16",
+        cache: str = "bfloat16",
+        sequences: int | None = None,
+    ) -> Work:
+        """Returns the work of a call on one chip of a replica; a compiled program moves a little
+        more.
+
+        Args:
+          rows: sequences of the replica.
+          context: slots of the caches that are read.
+          tokens: of each sequence.
+          sequences: whose attention one chip computes; None: all of its replica.
+        """
+        count = math.prod(chips)
+        read = (
+            self.weight_bytes(weights, rows * tokens) + rows * context * self.cached * BYTES[cache]
+        )
+        used = self.parameters + self.head_parameters
+        used += self.expert_layers * self.experts_per_token * self.expert_parameters
+        one = self.collective(chip, chips, rows * tokens)
+        # And for embedding and logits.
+        times = self.collectives_per_layer * self.layers + 2 if count > 1 else 0
+        return Work(
+            streaming_ms=read / count / chip.hbm_bytes_per_second * 1e3,
+            cycles_ms=2 * used * rows * tokens / count / chip.flops_per_second * 1e3,
+            collectives=times,
+            collective_hops=times * one.collective_hops,
+            wire_ms=times * one.wire_ms,
+            layer_sequences=self.layers * (rows if sequences is None else sequences),
+        )
+
+    def collective(self, chip: Chip, chips: Sequence[int], rows: int) -> Work:
+        """Returns the work of one all-reduce of activations, which scatters sums and
+        gathers them.
+        """
+        carried = 2 * rows * self.width * BYTES["bfloat16"]
+        return Work(
+            streaming_ms=0.0,
+            collectives=1,
+            collective_hops=hops(chips),
+            wire_ms=wire_ms(carried, chips, chip.link_bytes_per_second),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,27 +192,10 @@ class Roofline(Costs):
         """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch``
         sequences.
         """
-        chip, experts = CHIPS[self.chip], model.experts
-        weight_bytes = BYTES[model.weight_dtype or model.dtype]
-        embeddings = model.vocab_size * model.width
-        # Tables that are only looked up are left out.
-        tables = (
-            embeddings * (1 if model.tied else 2)
-            + model.num_ngram_tables * model.ngram_rows * model.width
-        )
-        every_token = model.num_parameters - model.num_expert_parameters - tables
-        read, used = every_token, every_token + embeddings
-        if experts is not None:
-            chosen = experts.experts_per_token / experts.num_experts
-            used += chosen * model.num_expert_parameters
-            # Random routing chooses the experts of a call.
-            read += (1 - (1 - chosen) ** (batch * tokens)) * model.num_expert_parameters
-        # The states of recurrent layers are not counted.
-        attentions = model.num_layers - sum(map(model.is_recurrent, range(model.num_layers)))
-        cached = 2 * attentions * model.num_kv_heads * model.head_size
-        # The output matrix stays in bfloat16 where the layers are in int8.
-        read_bytes = read * weight_bytes + embeddings * max(weight_bytes, BYTES["bfloat16"])
-        read_bytes += batch * context * cached * BYTES[model.cache_dtype or model.dtype]
-        streaming = read_bytes / chip.hbm_bytes_per_second
-        computing = 2 * used * batch * tokens / chip.flops_per_second
-        return max(streaming, computing) / self.devices * 1e3
+        dtypes = {
+            "weights": model.weight_dtype or model.dtype,
+            "cache": model.cache_dtype or model.dtype,
+        }
+        sizes = {"rows": batch, "context": context, "tokens": tokens}
+        work = Shape.of(model).call(CHIPS[self.chip], (self.devices,), **sizes, **dtypes)
+        return max(work.streaming_ms, work.cycles_ms)

@@ -60,7 +60,7 @@ def test_a_wheel_brings_all_commands_and_configurations(site):
         for ending in ("py", "json"):
             here = {path.relative_to(ROOT / kind) for path in (ROOT / kind).rglob(f"*.{ending}")}
             assert {path.relative_to(there) for path in there.rglob(f"*.{ending}")} == here
-    listed = run(site, "study", "conversations", "--help")
+    listed = run(site, "study", "backtest", "--help")
     assert listed.returncode == 0 and "  --results: " in listed.stdout, listed.stderr
 
 
