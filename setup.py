@@ -77,6 +77,7 @@ setup(
         "specsamp.mesh": ["*.json"],
         "specsamp.models": ["*.cc"],
         "specsamp.serving": ["*.html"],
+        "specsamp.tpu": ["*.json"],
     },
     cmdclass={"build_py": BuildWithCommands, "sdist": SourceWithCommands},
     entry_points={"console_scripts": ["specsamp = specsamp.__main__:main"]},
