@@ -15,7 +15,7 @@ WRITTEN = json.loads(json.dumps(study.read_result("tpu_backtest")).replace("v7x"
 
 @pytest.fixture(scope="module")
 def measured():
-    return as_json(backtest.measure(None, {}, print))
+    return as_json(backtest.measure(None, print))
 
 
 def test_milliseconds_are_those_that_were_written(measured):
