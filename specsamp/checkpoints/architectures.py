@@ -41,6 +41,9 @@ class Family:
     more: tuple[Callable[[Fields, dict], dict], ...]
     prefix: str = ""  # prefix of tensors; optional in files
     head_prefix: str | None = None  # of the tensors of a head in the same files, see head_config.py
+    # The end of a tensor's name in files with another form of experts, and the table of that form.
+    other_experts: tuple[str, str] = (".experts.gate_up_proj", "shared_tensors")
+    quantised: str | None = None  # the quant_method that files may have
     # Of a model that also sees images: its text model is in text_config, with these values of
     # absent keys. None: keys are not nested.
     text: Mapping[str, Any] | None = None
@@ -104,8 +107,9 @@ def parse_config(
             f"{path} says architectures = {architecture!r}, whose model_type is "
             f"{family.model_type!r}, and model_type = {model_type!r}: correct the wrong key"
         )
-    if (quantised := content.get("quantization_config")) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    quantised = content.get("quantization_config")
+    method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else quantised
+    if method not in (None, family.quantised):
         raise ValueError(
             f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was "
             "quantised; it can be quantised to int8 while it is read"
@@ -281,6 +285,15 @@ def _mixtral_experts(fields: Fields, shape: dict) -> dict:
     return dict(experts=ExpertsConfig(**read_keys(fields, "mixtral_experts")))
 
 
+def _gpt_oss_layers(fields: Fields, shape: dict) -> dict:
+    """Returns windows of every second layer, positions and experts."""
+    fields.require("swiglu_alpha", 1.702)
+    windows = _windows(fields, fields.or_null("sliding_window", 128), lambda i: i % 2 == 0)
+    rotary = rope_parameters(fields) or KEYS["gpt_oss_yarn"]
+    experts = ExpertsConfig(**read_keys(fields, "gpt_oss_experts"))
+    return {**windows, **rotary_fields(fields, rotary, shape, base=150_000.0), "experts": experts}
+
+
 def _windows(
     fields: Fields, window: int | None, has_window: Callable[[int], bool], *, alike: bool = False
 ) -> dict:
@@ -378,6 +391,14 @@ FAMILIES = {
         keys=(*HYBRID, "qwen3_5", "qwen3_5_moe"),
         more=(_hybrid_layers, _all_sparse),
         head_prefix="mtp.",
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        names=TABLES["gpt_oss"],
+        keys=("sizes", "gpt_oss"),
+        more=(_gpt_oss_layers,),
+        other_experts=(".experts.gate_up_proj_blocks", "mxfp4"),
+        quantised="mxfp4",
     ),
     "GPT2LMHeadModel": Family(
         model_type="gpt2",

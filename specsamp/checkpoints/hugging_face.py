@@ -36,6 +36,7 @@ from specsamp.checkpoints.chat import read_chat_template, read_special_tokens
 from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import read_int8
+from specsamp.checkpoints.mxfp4 import join_packed
 from specsamp.checkpoints.params import check_finite
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
 from specsamp.checkpoints.tensor_names import (
@@ -69,8 +70,6 @@ TURN_ENDS = (
 
 # Tensors of a text model beside an image model, in older files and in files of transformers 5.
 OF_TEXT = re.compile(r"^language_model\.|^(model\.)language_model\.")
-# Experts are separate tensors, or are all in this one and a second one.
-SHARED_TENSOR = ".experts.gate_up_proj"
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes read, bytes in all
@@ -150,7 +149,7 @@ class Checkpoint:
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors by the family's names."""
-        prefix = self.family.prefix
+        prefix, found = self.family.prefix, join_packed(found)
         if self.family.text is not None:
             named = {OF_TEXT.sub(r"\1", name): tensor for name, tensor in found.items()}
             return {name: tensor for name, tensor in named.items() if not OF_IMAGES.match(name)}
@@ -172,8 +171,9 @@ class Checkpoint:
 
     def _sources(self, found: Mapping[str, Tensor]) -> dict[str, TensorSource]:
         names = dict(self.family.names)
-        if any(name.endswith(SHARED_TENSOR) for name in found):
-            names |= TABLES["shared_tensors"]
+        end, table = self.family.other_experts
+        if any(name.endswith(end) for name in found):
+            names |= TABLES[table]
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
         letters = sizes(self.config)
         return {name: find_source(name, names, letters) for name in flatten_dict(shapes, sep="/")}

@@ -29,7 +29,12 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}
+INTEGERS = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(bool),
+}
 # Not a path or a pattern, which the hub would expand.
 PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")
 NO_WEIGHTS = (
@@ -56,7 +61,8 @@ class Tensor:
         return (DTYPES | INTEGERS)[self.kind]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Returns a slice of the values: ``index`` has slices without steps for the first axes.
+        """Returns a slice of the values: ``index`` has slices for the first axes, without a step
+        for the first.
 
         For a local file, the slice is a memory map, whose pages are read on access. From a bucket,
         whole rows are read.

@@ -3,9 +3,10 @@
 A line of a table such as ``"NH D -> NDH"`` means: the tensor has two axes, of which the first is N
 heads of H entries; the parameter has the axes N, D, H. If several parameters share an axis, a line
 has the index of its part: ``"NH+MH+MH D -> MDH: 1"``; or ``"N(H+H+H) D -> NDH: 0"``, if each head
-has such parts. E is the axis of experts, which may be separate tensors:
-``"x.{e}.y  I D -> EID"``. For other letters see `sizes`. In heads U is the size of the reduced
-vocabulary and W the target's width; X and Y are the widths of the inputs of attention and of fc.
+has such parts; with parts of one entry, ``I(O+O)``, they are interleaved. E is the axis of experts,
+which may be separate tensors: ``"x.{e}.y  I D -> EID"``. For other letters see `sizes`. In heads U
+is the size of the reduced vocabulary and W the target's width; X and Y are the widths of the inputs
+of attention and of fc.
 
 The tables are in tensor_names.json. architectures.py has the table's name for each family,
 head_config.py for each head. Heads of EAGLE have the names of the package speculators. Medusa has
@@ -114,8 +115,8 @@ class TensorSource:
     ) -> np.ndarray:
         """Reads a slice of the parameter in ``dtype``; the array owns its memory.
 
-        If a tensor axis is a product of letters, only the slice of the outermost letter limits the
-        bytes that are read.
+        Experts are read one after another. If a tensor axis is a product of letters, only the slice
+        of the outermost letter limits the bytes that are read.
 
         Args:
           tensors: of the checkpoint, by name.
@@ -129,6 +130,11 @@ class TensorSource:
             for expert, member in zip(values, self.members()[index[0]], strict=True):
                 expert[...] = member.read(tensors, index[1:], shape=shape[1:], dtype=dtype)
             return values
+        if self.axes[0] == self.tensor_axes[0] == "E" and len(values) > 1:
+            for i, expert in enumerate(range(*spans[0])):
+                here = (slice(expert, expert + 1), *index[1:])
+                values[i] = self.read(tensors, here, shape=shape, dtype=dtype)[0]
+            return values
         wanted = {
             letter: np.minimum(span, self.sizes[letter]) for letter, span in zip(self.axes, spans)
         }
@@ -141,8 +147,13 @@ class TensorSource:
             names = outer + part
             inner = self._size(axis) // self.sizes[outer] if outer else self._product(part[1:])
             first, last = np.multiply(wanted[names[0]], inner)
-            read.append(slice(first, last) if outer else slice(first + before, last + before))
-            inside.append(slice(before, before + self._product(part)) if outer else None)
+            is_interleaved = outer and inner == len(parts)
+            if is_interleaved:
+                read.append(slice(first + before, last, inner))
+            else:
+                read.append(slice(first, last) if outer else slice(first + before, last + before))
+            is_cut = outer and not is_interleaved
+            inside.append(slice(before, before + self._product(part)) if is_cut else None)
             letters, outermost = letters + names, outermost + names[0]
         block = tensors[self.tensor].read(read)
         for at, (axis, cut) in reversed([*enumerate(zip(self.tensor_axes, inside))]):

@@ -91,8 +91,17 @@ class Attention(nn.Module):
         if config.positions == "relative":
             q_BNTH, distances_BNTS = self.score_distances(q_BNTH, table, cache.num_slots)
         scale = config.attention_scale or 1 / math.sqrt(size)
+        sinks_N = None
+        if config.attention_sinks:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
+            sinks_N = self.param("sinks", init, (heads,)).astype(jnp.float32)
         mixed_BNTH = cache.attend(
-            q_BNTH, visible, scale=scale, distances_BNTS=distances_BNTS, cap=config.attention_cap
+            q_BNTH,
+            visible,
+            scale=scale,
+            distances_BNTS=distances_BNTS,
+            cap=config.attention_cap,
+            sinks_N=sinks_N,
         )
         # One contraction over heads and their entries together: as two, the weight is transposed
         # for it.

@@ -148,6 +148,7 @@ class LayerCache:
         scale: float,
         distances_BNTS: Array | None = None,
         cap: float | None = None,
+        sinks_N: Array | None = None,
     ) -> Array:
         """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N,
         T, H]``.
@@ -158,6 +159,8 @@ class LayerCache:
           distances_BNTS: float32, scores by reversed distance (see `specsamp.models.positions`),
             added to the products.
           cap: soft cap of the scores, see `soft_cap`.
+          sinks_N: float32, of each query head the score of a slot without a value, which takes its
+            share of the softmax (gpt-oss, arXiv 2508.10925); None: there are none.
         """
         (batch, heads, length, size), (_, kv_heads, slots, _) = (
             q_BNTH.shape,
@@ -170,7 +173,13 @@ class LayerCache:
             and not visible.needs_mask
         ):
             return self.kernels.attend(
-                q_BNTH, self, visible, scale=scale, distances_BNTS=distances_BNTS, cap=cap
+                q_BNTH,
+                self,
+                visible,
+                scale=scale,
+                distances_BNTS=distances_BNTS,
+                cap=cap,
+                sinks_N=sinks_N,
             )
         # Queries that share a kv head are extra rows of one product.
         rows_shape, scales_BM1S = (batch, kv_heads, group * length), self.scales_BM1S
@@ -187,6 +196,9 @@ class LayerCache:
             scores = soft_cap(scores, cap)
         scores = jnp.where(visible.mask(slots)[:, None], scores, -jnp.inf)
         probs = jax.nn.softmax(scores, axis=-1)
+        if sinks_N is not None:
+            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            probs = probs * jax.nn.sigmoid(total - sinks_N[None, :, None, None])
         if scales_BM1S is not None:
             probs = (probs.reshape(*rows_shape, slots) * scales_BM1S[1]).reshape(scores.shape)
         probs_BMRS = probs.astype(q_BNTH.dtype).reshape(*rows_shape, slots)

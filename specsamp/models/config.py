@@ -18,6 +18,7 @@ POSITIONS = ("relative", "rotary", "learned")
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": jax.nn.gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
@@ -38,6 +39,9 @@ class ExpertsConfig:
     normalised: bool = True  # the weights of the chosen experts sum to one
     shared_width: int = 0  # of an expert for all tokens, with a gate; 0: none
     dense_layers: tuple[int, ...] = ()  # layers with a dense feed-forward part instead
+    bias: bool = False  # of the router and of all matrices
+    # Gates are at most ``limit`` and ups within it, and one is added to ups; None: neither.
+    limit: float | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -48,8 +52,18 @@ class ExpertsConfig:
                 f"a token cannot have {self.experts_per_token} experts of {self.num_experts}"
             )
         validate.switch("normalised", self.normalised)
+        validate.switch("bias", self.bias)
+        if self.limit is not None:
+            validate.number("the limit of experts", self.limit, 0, above=True)
         validate.integer("shared_width of experts", self.shared_width, 0)
         validate.integers("dense_layers", self.dense_layers)
+
+    def combine(self, activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns the products of activated gates and ups."""
+        if self.limit is None:
+            return ACTIVATIONS[activation](gate) * up
+        limit = self.limit
+        return ACTIVATIONS[activation](jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
 
     def expected_touched(self, tokens: int) -> float:
         """Returns the expected number of experts that a call of T = ``tokens`` tokens reads in a
@@ -191,6 +205,7 @@ class TransformerConfig:
     query_key_norm: bool = False  # of each head, before it is turned
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(H)
     attention_cap: float | None = None  # as logit_cap, of scores
+    attention_sinks: bool = False  # a learned score of each head, of a slot without a value
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all
     global_layers: tuple[int, ...] = ()  # layers without a window
     # Of layers with a recurrence instead of attention; None: there are none.
@@ -269,7 +284,8 @@ class TransformerConfig:
         validate.integers("global_layers", self.global_layers, 0, self.num_layers)
         if self.experts is not None and (self.feedforward_bias or not self.gated):
             raise ValueError(
-                "experts have a gate and no biases: set gated=True and feedforward_bias=False"
+                "experts have a gate, and biases of their own: set gated=True and "
+                "feedforward_bias=False"
             )
         if self.attention_gate and self.attention_bias:
             raise ValueError("gated attention has no biases: set attention_bias=False")
@@ -327,7 +343,7 @@ class TransformerConfig:
             attention += kv * size * width + 2 * heads * size  # projection, and the two biases
         attention += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
         attention += self.query_key_norm * 2 * norm // width * size
-        attention += self.attention_gate * heads * size * width
+        attention += self.attention_gate * heads * size * width + self.attention_sinks * heads
         feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * (
             (1 + self.gated) * inner + width
         )
@@ -341,6 +357,9 @@ class TransformerConfig:
         if self.experts is not None:
             shared = self.experts.shared_width
             router = width * (self.experts.num_experts + 3 * shared + (shared > 0))
+            router += (
+                self.experts.bias * self.experts.num_experts * (1 + 2 * self.experts.width + width)
+            )
         feedforwards = (
             dense * feedforward + self.num_sparse_layers * router + self.num_expert_parameters
         )

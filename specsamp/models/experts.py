@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
+from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.modules import weight
@@ -38,6 +38,8 @@ Array = jax.Array
 
 # Of matrices [E, F, D].
 STACKED_AXES = dict.fromkeys(("gate", "up", "down"), ("experts", "expert_mlp", "embed"))
+# Of biases that each device adds to its part of the products.
+BIAS_AXES = dict.fromkeys(("gate_bias", "up_bias"), ("experts", "expert_mlp"))
 # Tokens of a call, of all sequences, up to which every chosen expert multiplies all of them.
 FEW = 64
 BLOCKS = (8, 256)  # fewest and most tokens of a block
@@ -65,7 +67,18 @@ class Experts(nn.Module):
         stacked = {name: self.declare(name, fan_in[name]) for name in STACKED_AXES}
         x_RD = x_BTD.reshape(-1, width)
         logits_RE = contract("RD,DE->RE", x_RD, router_DE, dtype=jnp.float32)
-        return self._mix(x_RD, logits_RE, stacked).astype(x_BTD.dtype).reshape(x_BTD.shape)
+        if not experts.bias:
+            y_RD = self._mix(x_RD, logits_RE, stacked)
+            return y_RD.astype(x_BTD.dtype).reshape(x_BTD.shape)
+        logits_RE = logits_RE + self.declare_bias("router_bias", (total,), (None,))[None]
+        for name, axes in BIAS_AXES.items():
+            stacked[name] = self.declare_bias(name, (total, experts.width), axes)
+        # Once, and not on every device with a part of the width.
+        bias_ED = self.declare_bias("down_bias", (total, width), (None, "embed"))
+        shares_RE = route(logits_RE, experts)
+        y_RD = self._mix(x_RD, logits_RE, stacked)
+        y_RD = y_RD + contract("RE,ED->RD", shares_RE, bias_ED)
+        return y_RD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
     def declare(self, name: str, fan_in: int) -> Array | Int8Weight:
         """Declares the matrices of all experts; returns their values."""
@@ -73,12 +86,18 @@ class Experts(nn.Module):
         shape = (experts.num_experts, experts.width, self.config.width)
         return weight(self, name, shape, STACKED_AXES[name], fan_in=fan_in)
 
+    def declare_bias(self, name: str, shape: tuple[int, ...], axes: tuple) -> Array:
+        """Declares biases, initially zero; returns their values in float32."""
+        init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+        return self.param(name, init, shape).astype(jnp.float32)
+
     def _mix(self, x_RD: Array, logits_RE: Array, stacked: dict[str, Any]) -> Array:
         """Returns the sum of the results of the experts on all devices, float32."""
         config, layout, kernels = self.config, self.layout, self.kernels
         over_experts, over, part, gate = None, (), stacked["gate"].shape, stacked["gate"]
         if layout is not None:
-            axes = {name: PartitionSpec(*names) for name, names in STACKED_AXES.items()}
+            known = STACKED_AXES | BIAS_AXES
+            axes = {name: PartitionSpec(*known[name]) for name in stacked}
             spec = layout.spec(axes["gate"], gate.shape)
             over_experts, over = (
                 next(iter(spec), None),
@@ -134,11 +153,11 @@ def mix_experts(
       spec: of the products with gate and up, see `Experts.inner_spec`.
       x_RD: the tokens of a call.
       shares_RE: of the experts of this device.
-      stacked: their matrices, or a part of the width of each.
+      stacked: their matrices, or a part of the width of each; and biases of gate and up.
     """
     tokens, here = shares_RE.shape
     block = block_size(tokens, config.experts)
-    make = functools.partial(_one_expert, stacked, config.activation, spec)
+    make = functools.partial(_one_expert, config, stacked, spec)
     with _scope(config.experts, tokens, here, block):
         if tokens <= block:
             return _all_tokens(make, x_RD, shares_RE)
@@ -153,7 +172,7 @@ def _forward(config, spec, *operands):
 def _backward(config, spec, operands, cotangent_RD):
     def mix_all(x_RD, shares_RE, stacked):
         def add(y_RD, expert):
-            made_RD = _one_expert(stacked, config.activation, spec, x_RD, expert)
+            made_RD = _one_expert(config, stacked, spec, x_RD, expert)
             return y_RD + shares_RE[:, expert][:, None] * made_RD, None
 
         experts_E = jnp.arange(shares_RE.shape[1])
@@ -205,14 +224,19 @@ def expected_steps(scope: str) -> float | None:
 
 
 def _one_expert(
-    stacked: dict[str, Any], activation: str, spec: str, x_RD: Array, expert: Array
+    config: TransformerConfig, stacked: dict[str, Any], spec: str, x_RD: Array, expert: Array
 ) -> Array:
     """Returns one expert's result for each token, float32."""
 
     def project(name):
-        return contract_slice(spec, x_RD, stacked[name], expert, dtype=jnp.float32)
+        y_RF = contract_slice(spec, x_RD, stacked[name], expert, dtype=jnp.float32)
+        if f"{name}_bias" not in stacked:
+            return y_RF
+        bias_EF = stacked[f"{name}_bias"]
+        return y_RF + jax.lax.dynamic_index_in_dim(bias_EF, expert)
 
-    inner_RF = (ACTIVATIONS[activation](project("gate")) * project("up")).astype(x_RD.dtype)
+    inner_RF = config.experts.combine(config.activation, project("gate"), project("up"))
+    inner_RF = inner_RF.astype(x_RD.dtype)
     return contract_slice("RF,FD->RD", inner_RF, stacked["down"], expert, dtype=jnp.float32)
 
 

@@ -27,8 +27,8 @@ def count_attention(
     op: Instruction, given: Sequence[Array], live: float
 ) -> tuple[float, float, float]:
     """Reads the live part of keys, values and scores of distances, and all other operands."""
-    # Queries come first, then keys and values, apart or as pairs.
-    _, *arrays = (x for x in given if len(x.sizes) == 4)
+    # Queries come first, then keys and values, apart or as pairs; sinks have one entry a row.
+    _, *arrays = (x for x in given if len(x.sizes) == 4 and x.sizes[3] > 1)
     caches = [x for x in arrays if x.sizes == arrays[0].sizes]
     (batch, kv_heads, slots, size), others = caches[0].sizes, arrays[len(caches) :]
     heads, block = decode_attention.block_shape(

@@ -94,6 +94,7 @@ def decode_attention(
     seen: SeenSlots,
     distances_BNTS: Array | None = None,
     scales_BM1S: tuple[Array, ...] | None = None,
+    sinks_1N: Array | None = None,
     *,
     scale: float,
     cap: float | None = None,
@@ -106,8 +107,8 @@ def decode_attention(
       entries_BMSH: keys and values, or one array that is both; in HBM, where they stay; S and H are
         multiples of 128.
       seen: every query sees a slot.
-      scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the
-        slots.
+      scale, distances_BNTS, cap, sinks_1N: see `LayerCache.attend`; in a tree the scores are
+        aligned with the slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
       cores: of the device; they share the heads, or the sequences where there is one group of
         heads.
@@ -148,6 +149,9 @@ def decode_attention(
         )
     for name, scales in zip(("key_scales", "value_scales"), scales_BM1S or ()):
         operands[name] = keep(scales), part(of_heads, 1, block, heads_axis=True, slots_axis=3)
+    if sinks_1N is not None:
+        sinks_1MR1 = jnp.repeat(sinks_1N, length, axis=1).reshape(1, kv_heads, rows, 1)
+        operands["sinks"] = sinks_1MR1, _part_of_sinks(parts, of_heads, rows)
     options = dict(scale=scale, cap=cap, length=length, num_slots=num_slots)
     out_BMRH = pl.pallas_call(
         functools.partial(_kernel, parts=parts, names=tuple(operands), **options),
@@ -196,6 +200,13 @@ def _part_of_step(
         return tuple(place)
 
     return pl.BlockSpec((1, *sizes), index)
+
+
+def _part_of_sinks(parts: int, of_heads: int, rows: int) -> pl.BlockSpec:
+    def index(outer, step, row_X, *_):
+        return 0, _place(outer, step, row_X, parts)[0], 0, 0
+
+    return pl.BlockSpec((1, of_heads, rows, 1), index)
 
 
 def _place(outer: Array, step: Array, row_X: Array, parts: int) -> tuple[Array, Array]:
@@ -329,8 +340,12 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
 
     @pl.when(block == first_B[row])
     def _():
-        maximum[...] = jnp.full(maximum.shape, UNSEEN, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
+        if "sinks" in operands:  # a slot that was seen before all others
+            maximum[...] = operands["sinks"][0]
+            total[...] = jnp.ones(total.shape, jnp.float32)
+        else:
+            maximum[...] = jnp.full(maximum.shape, UNSEEN, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
     queries, keys, values = (

@@ -81,6 +81,7 @@ class PallasKernels(Kernels):
         scale: float,
         distances_BNTS: Array | None,
         cap: float | None,
+        sinks_N: Array | None,
     ) -> Array:
         """Computes `LayerCache.attend`, and reads the cache as far as it is alive."""
         attend = functools.partial(
@@ -92,12 +93,17 @@ class PallasKernels(Kernels):
             _, on_device = NamedSharding(self.layout.mesh, of_cache).shard_shape((1, kv_heads))
             if on_device == 1:  # devices with the same kv head share its queries
                 of_heads = self.layout.spec(PartitionSpec(None, "heads"), (1, heads))
-            in_specs = (of_heads, of_cache, PartitionSpec(), of_heads, of_cache)
+            in_specs = (of_heads, of_cache, PartitionSpec(), of_heads, of_cache, of_heads)
             attend = self.layout.per_device(attend, in_specs, of_heads)
         if distances_BNTS is not None and visible.block is not None:
             distances_BNTS = align_distances(distances_BNTS, visible)
         return attend(
-            q_BNTH, cache.entries_BMSH, SeenSlots.of(visible), distances_BNTS, cache.scales_BM1S
+            q_BNTH,
+            cache.entries_BMSH,
+            SeenSlots.of(visible),
+            distances_BNTS,
+            cache.scales_BM1S,
+            None if sinks_N is None else sinks_N[None],
         )
 
     def write(
@@ -175,11 +181,7 @@ class PallasKernels(Kernels):
         """Routes tokens, and returns the sum of the results of the experts ``first ..`` of this
         device, ``[R, D]`` float32.
         """
-        chosen, normalised = config.experts.experts_per_token, config.experts.normalised
-        mix = functools.partial(
-            mix_experts, chosen=chosen, normalised=normalised, activation=config.activation
-        )
-        return mix(x_RD, logits_RE, stacked, first, interpret=self.interpret)
+        return mix_experts(config, x_RD, logits_RE, stacked, first, interpret=self.interpret)
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> PallasKernels | None:

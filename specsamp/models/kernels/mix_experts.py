@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.jax_names import pl, pltpu
-from specsamp.models.config import ACTIVATIONS
+from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight, is_int8
 from specsamp.models.kernels.common import einsum_in_float32, in_hbm
 
@@ -27,14 +27,12 @@ MATRICES = ("gate", "up", "down")
 
 
 def mix_experts(
+    config: TransformerConfig,
     x_RD: Array,
     logits_RE: Array,
     stacked: dict[str, Array | Int8Weight],
     first: Array,
     *,
-    chosen: int,
-    normalised: bool,
-    activation: str,
     interpret: bool = False,
 ) -> Array:
     """Returns each token's sum over the experts of this device of share times result, ``[R, D]``
@@ -44,8 +42,7 @@ def mix_experts(
       x_RD: tokens.
       logits_RE: float32, of the router, for the experts of all devices.
       stacked: matrices ``[E', F, D]`` of the experts ``first ..`` of all, or a part of their width;
-        in HBM.
-      chosen, normalised: see `specsamp.models.experts.route`.
+        in HBM. Perhaps ``[E', F]`` biases of gate and up.
       interpret: runs on the CPU.
     """
     matrices = [
@@ -53,19 +50,19 @@ def mix_experts(
     ]
     _, inner, width = matrices[0].shape
     part = part_width(inner, width, matrices[0].dtype.itemsize)
-    scales = []
+    small = {}  # a row for each part of an expert, or for each expert
     if is_int8(stacked["gate"]):
-        scales = [stacked[name].scale.reshape(-1, part) for name in ("gate", "up")]
-        scales += [stacked["down"].scale.reshape(-1, width)]
+        small = {name: stacked[name].scale.reshape(-1, part) for name in ("gate", "up")}
+        small["down"] = stacked["down"].scale.reshape(-1, width)
+    biases = [name for name in stacked if name not in MATRICES]
+    small |= {name: stacked[name].reshape(-1, part) for name in biases}
     vmem, smem, anywhere = (
         pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM, pl.ANY)
     )
     return pl.pallas_call(
-        functools.partial(
-            _kernel, chosen=chosen, normalised=normalised, activation=activation, part=part
-        ),
+        functools.partial(_kernel, config=config, names=tuple(small), part=part),
         out_shape=jax.ShapeDtypeStruct(x_RD.shape, jnp.float32),
-        in_specs=[smem, vmem, vmem, *[vmem] * len(scales), *[anywhere] * 3],
+        in_specs=[smem, vmem, vmem, *[vmem] * len(small), *[anywhere] * 3],
         out_specs=vmem,
         scratch_shapes=[
             pltpu.VMEM((SLOTS, 3, part, width), matrices[0].dtype),
@@ -77,7 +74,7 @@ def mix_experts(
         first.reshape(1),
         x_RD,
         logits_RE,
-        *scales,
+        *small.values(),
         *[in_hbm(matrix, interpret=interpret) for matrix in matrices],
     )
 
@@ -94,14 +91,15 @@ def part_width(inner: int, width: int, itemsize: int) -> int | None:
     )
 
 
-def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
+def _kernel(first, x, logits, *refs, config, names, part):
     """Adds up the results of the chosen experts of this device, a part of an expert's width in each
     step.
     """
-    *scales, gate, up, down, out, buffer, arrived = refs
+    *small, gate, up, down, out, buffer, arrived = refs
+    small, experts = dict(zip(names, small, strict=True)), config.experts
     first, (here, inner, _) = first[0], gate.shape
     parts = inner // part
-    shares_RE = _shares(logits[...], chosen, normalised)
+    shares_RE = _shares(logits[...], experts.experts_per_token, experts.normalised)
     lane_1E = jax.lax.broadcasted_iota(jnp.int32, (1, shares_RE.shape[1]), 1)
     # Also by what is no number.
     is_chosen_1E = jnp.where(shares_RE != 0, 1, 0).max(axis=0, keepdims=True) > 0
@@ -140,12 +138,16 @@ def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
             einsum_in_float32("rd,fd->rf", x[...], matrix) for matrix in (gate_fD, up_fD)
         )
         row = (expert - first) * parts + number
-        if scales:
-            gate_Rf, up_Rf = gate_Rf * scales[0][pl.ds(row, 1)], up_Rf * scales[1][pl.ds(row, 1)]
-        inner_Rf = (ACTIVATIONS[activation](gate_Rf) * up_Rf).astype(x.dtype)
+        if "gate" in small:
+            gate_Rf = gate_Rf * small["gate"][pl.ds(row, 1)]
+            up_Rf = up_Rf * small["up"][pl.ds(row, 1)]
+        if "gate_bias" in small:
+            gate_Rf = gate_Rf + small["gate_bias"][pl.ds(row, 1)]
+            up_Rf = up_Rf + small["up_bias"][pl.ds(row, 1)]
+        inner_Rf = experts.combine(config.activation, gate_Rf, up_Rf).astype(x.dtype)
         made_RD = einsum_in_float32("rf,fd->rd", inner_Rf, down_fD)
-        if scales:
-            made_RD = made_RD * scales[2][pl.ds(expert - first, 1)]
+        if "down" in small:
+            made_RD = made_RD * small["down"][pl.ds(expert - first, 1)]
         share_R1 = jnp.sum(jnp.where(lane_1E == expert, shares_RE, 0.0), axis=1, keepdims=True)
         out[...] += jnp.where(share_R1 != 0, share_R1 * made_RD, 0.0)
         return (slot + 1) % SLOTS, *following, *last
