@@ -49,7 +49,7 @@ class PackedTensor:
         bytes_XGb = self.blocks.read((*index[:-1], groups))
         scales_XG = self.scales.read((*index[:-1], groups)).astype(np.int32)
         values = PAIRS[bytes_XGb].reshape(*scales_XG.shape, GROUP)
-        with np.errstate(over="ignore"):  # a damaged scale makes infinity, which is refused later
+        with np.errstate(over="ignore", invalid="ignore"):  # of a damaged file; refused later
             values *= np.ldexp(np.float32(1), scales_XG - BIAS)[..., None]
         # The numbers have two significant bits, so the first half of a float32 is all of it.
         halves = (values.view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)

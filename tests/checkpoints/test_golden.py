@@ -136,6 +136,9 @@ MISTAKES = [
     ("qwen3_moe", dict(experts=QWEN_EXPERTS)),
     ("mixtral", dict(experts=ExpertsConfig(num_experts=4, experts_per_token=1, width=48))),
     ("mixtral", dict(window=4)),
+    ("gpt_oss", dict(attention_sinks=False)),
+    ("gpt_oss", dict(activation="silu")),
+    ("gpt_oss", dict(global_layers=(0,))),
 ]
 
 

@@ -35,11 +35,17 @@ from support.weights import drawn_params
 
 SLOTS = 128
 # Norms and rotations by kernels, too.
-NORMED = dict(width=128, positions="rotary", query_key_norm=True)
+NORMED = dict(width=128, positions="rotary", query_key_norm=True, attention_sinks=True)
 # Mesh, heads, kv heads, size of a head, and what else differs.
 MESHES = {
     "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 128, NORMED),
-    "three for two": (dict(data=1, model=4, num_kv_heads=6), 12, 6, 128, {}),
+    "three for two": (
+        dict(data=1, model=4, num_kv_heads=6),
+        12,
+        6,
+        128,
+        dict(attention_sinks=True),
+    ),
     "copies": (dict(data=4, model=1), 2, 2, 128, {}),
     "in pairs": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 64, {}),
 }

@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.experts import (
+    BIAS_AXES,
     STACKED_AXES,
     Experts,
     block_size,
@@ -148,9 +149,8 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
     """Mixes half of the experts on each of two devices, in parts; of experts that nobody chose
     nothing is read.
     """
-    config = tiny(
-        width=128, gated=True, activation="silu", experts=dataclasses.replace(EXPERTS, width=64)
-    )
+    experts = dataclasses.replace(EXPERTS, width=64, limit=0.5 if in_int8 else None)
+    config = tiny(width=128, gated=True, activation="silu", experts=experts)
     monkeypatch.setattr(mix_kernel, "STEP_BYTES", 3 * part * 128 * (2 if in_int8 else 4))
     random, axes = np.random.default_rng(0), {"gate": (2,), "up": (2,), "down": (1,)}
     drawn = random.normal(size=(3, 8, 64, 128)) / 8
@@ -163,6 +163,9 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
     logits_RE[1] = np.nan  # spoils its own row alone
     if in_int8:
         stacked = {name: quantise(jnp.nan_to_num(x), axes[name]) for name, x in stacked.items()}
+        stacked |= {
+            name: jnp.asarray(drawn[0, :, :, i], "float32") for i, name in enumerate(BIAS_AXES)
+        }
     kernels = PallasKernels(interpret=True)
     assert kernels.take_experts(tokens, (4, 64, 128), jnp.dtype("int8" if in_int8 else dtype))
     for normalised in (True, False):

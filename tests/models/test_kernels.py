@@ -63,6 +63,7 @@ def both(
     start,
     distances=None,
     block=None,
+    sinks=None,
     *,
     window=None,
     cap=None,
@@ -78,7 +79,7 @@ def both(
         of_kernel = PairedInt8KVCache.of(keys, values) if int8 else PairedKVCache.of(keys, values)
     of_kernel = dataclasses.replace(of_kernel, kernels=kernels)
     assert kernels.take(of_kernel.num_slots, q.shape[2], q.shape[1] // keys.shape[1])
-    fields = dict(scale=0.1, distances_BNTS=distances, cap=cap)
+    fields = dict(scale=0.1, distances_BNTS=distances, cap=cap, sinks_N=sinks)
     return of_kernel.attend(q, visible, **fields), plain.attend(q, visible, **fields)
 
 
@@ -115,18 +116,22 @@ def test_attention_equals_the_plain_form(call, dtype, size):
     keys, values = (drawn(3, kv_heads, slots, size, dtype=dtype, seed=seed) for seed in (2, 3))
     distances = 10 * drawn(3, kv_heads * group, length, slots) if distant else None
     start = starts_of(3, slots, length)
-    ours, plain = both(q, keys, values, start, distances, window=window, cap=cap, int8=int8)
+    sinks = drawn(kv_heads * group, seed=5) if group > 1 else None
+    given = q, keys, values, start, distances, None
+    ours, plain = both(*given, sinks, window=window, cap=cap, int8=int8)
     assert ours.dtype == dtype
     assert_allclose(
         *(np.asarray(x, np.float32) for x in (ours, plain)),
         atol=2e-2 if dtype == "bfloat16" else 2e-6,
     )
-    one_less = both(q, keys, values, jnp.maximum(start - 1, 0), distances, window=window, cap=cap)[
-        0
-    ]
+    earlier = q, keys, values, jnp.maximum(start - 1, 0), distances, None, sinks
+    one_less = both(*earlier, window=window, cap=cap)[0]
     assert jnp.abs(ours - one_less)[1].max() > 0.05, "the control: a row that begins a slot earlier"
+    if sinks is not None:
+        without = both(*given, window=window, cap=cap, int8=int8)[0]
+        assert jnp.abs(ours - without).max() > 0.01, "the control: no sinks"
     if int8:
-        as_it_is = both(q, keys, values, start, distances, window=window, cap=cap)[0]
+        as_it_is = both(*given, sinks, window=window, cap=cap)[0]
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
@@ -140,7 +145,8 @@ def test_cores_share_what_they_can(kv_heads, batch, int8):
     length, slots = 5, 640
     q, distances = (drawn(batch, 4, length, last, seed=1) for last in (SIZE, slots))
     keys, values = (drawn(batch, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
-    given = q, keys, values, starts_of(batch, slots, length), distances
+    sinks = drawn(4, seed=5)
+    given = q, keys, values, starts_of(batch, slots, length), distances, None, sinks
     two, plain = both(*given, window=300, int8=int8, kernels=TwoCores())
     assert_allclose(two, plain, atol=2e-6)
     assert_array_equal(two, both(*given, window=300, int8=int8)[0])
@@ -154,9 +160,10 @@ def test_trees_equal_the_plain_form(window, size):
     block = block_of(parents, start)
     keys, values = (drawn(3, 2, 512, size, seed=seed) for seed in (2, 3))
     q, distances = drawn(3, 4, 6, size, seed=1), 10 * drawn(3, 4, 6, 512)
-    ours, plain = both(q, keys, values, jnp.asarray(start), distances, block, window=window)
+    given, sinks = (q, keys, values, jnp.asarray(start), distances), drawn(4, seed=5)
+    ours, plain = both(*given, block, sinks, window=window)
     assert_allclose(ours, plain, atol=2e-6)
-    causal = both(q, keys, values, jnp.asarray(start), distances, window=window)[0]
+    causal = both(*given, None, sinks, window=window)[0]
     assert jnp.abs(ours - causal)[:2].max() > 0.05, "the control: a chain"
     later = Block(
         start_B=block.start_B,

@@ -39,6 +39,7 @@ from specsamp.decoding.method import make_method
 from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
+from specsamp.models.config import ExpertsConfig
 from specsamp.sampling.penalties import bias, penalties
 from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import log_probs
@@ -64,6 +65,8 @@ DRAFTS = DRAFTERS | OTHERS | {"three siblings": SIBLINGS}
 KINDS = {name: DRAFTS[name] for name in (*CHAINS, *TREES)}
 NUCLEUS = chain(temperature(1.2), top_p(0.9))
 STOPS = Confidence(0.3)
+EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2, width=8, bias=True, limit=0.5)
+GPT_OSS = dict(window=2, global_layers=(1,), attention_sinks=True, gated=True, experts=EXPERTS)
 EARLY = bias({STOP: -np.inf}, until=2)
 FEATURES = {
     "drafter": KINDS,
@@ -91,6 +94,7 @@ FEATURES = {
         "whole": {},
         "int8": dict(cache_dtype="int8"),
         "windowed": dict(window=2, global_layers=(1,), ngram_rows=32),
+        "sinks": GPT_OSS,
     },
     "prompts": {"alike": [[2, 1], [3, 1]], "ragged": [[0], [2, 0, 1, 1]]},
     "lengths": {"fixed": None, "stopped": "stop", "adaptive": "costs_ms"},
