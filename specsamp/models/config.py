@@ -58,12 +58,13 @@ class ExpertsConfig:
         validate.integer("shared_width of experts", self.shared_width, 0)
         validate.integers("dense_layers", self.dense_layers)
 
-    def combine(self, activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Returns the products of activated gates and ups."""
-        if self.limit is None:
-            return ACTIVATIONS[activation](gate) * up
-        limit = self.limit
-        return ACTIVATIONS[activation](jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+    def clamp_gate(self, gate: jax.Array) -> jax.Array:
+        """Returns the gates that are activated."""
+        return gate if self.limit is None else jnp.minimum(gate, self.limit)
+
+    def clamp_up(self, up: jax.Array) -> jax.Array:
+        """Returns the factors of activated gates."""
+        return up if self.limit is None else jnp.clip(up, -self.limit, self.limit) + 1
 
     def expected_touched(self, tokens: int) -> float:
         """Returns the expected number of experts that a call of T = ``tokens`` tokens reads in a

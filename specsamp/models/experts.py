@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specsamp.models.config import ExpertsConfig, TransformerConfig
+from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.modules import weight
@@ -235,7 +235,8 @@ def _one_expert(
         bias_EF = stacked[f"{name}_bias"]
         return y_RF + jax.lax.dynamic_index_in_dim(bias_EF, expert)
 
-    inner_RF = config.experts.combine(config.activation, project("gate"), project("up"))
+    activation, experts = ACTIVATIONS[config.activation], config.experts
+    inner_RF = activation(experts.clamp_gate(project("gate"))) * experts.clamp_up(project("up"))
     inner_RF = inner_RF.astype(x_RD.dtype)
     return contract_slice("RF,FD->RD", inner_RF, stacked["down"], expert, dtype=jnp.float32)
 

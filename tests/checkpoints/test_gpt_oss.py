@@ -123,16 +123,14 @@ def test_odd_blocks_are_refused_in_one_line(change, message, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["up is clamped from above only", "halves lie apart"])
 def test_a_mistake_of_experts_would_be_seen(mistake, tmp_path, monkeypatch):
-    def combine(self, activation, gate, up):
-        gate = jnp.minimum(gate, self.limit)
-        return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.minimum(up, self.limit) + 1)
-
     if mistake == "halves lie apart":
         line = "model.layers.{i}.mlp.experts.gate_up_proj  E D I+I -> EID: "
         monkeypatch.setitem(TABLES["gpt_oss"], "layer/experts/gate", f"{line}0")
         monkeypatch.setitem(TABLES["gpt_oss"], "layer/experts/up", f"{line}1")
     else:
-        monkeypatch.setattr(ExpertsConfig, "combine", combine)
+        monkeypatch.setattr(
+            ExpertsConfig, "clamp_up", lambda self, up: jnp.minimum(up, self.limit) + 1
+        )
     theirs = golden.read("gpt_oss")
     checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
     model = TransformerLM(checkpoint.config)

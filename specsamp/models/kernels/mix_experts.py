@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.jax_names import pl, pltpu
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import ACTIVATIONS, TransformerConfig
 from specsamp.models.int8 import Int8Weight, is_int8
 from specsamp.models.kernels.common import einsum_in_float32, in_hbm
 
@@ -144,7 +144,8 @@ def _kernel(first, x, logits, *refs, config, names, part):
         if "gate_bias" in small:
             gate_Rf = gate_Rf + small["gate_bias"][pl.ds(row, 1)]
             up_Rf = up_Rf + small["up_bias"][pl.ds(row, 1)]
-        inner_Rf = experts.combine(config.activation, gate_Rf, up_Rf).astype(x.dtype)
+        activated_Rf = ACTIVATIONS[config.activation](experts.clamp_gate(gate_Rf))
+        inner_Rf = (activated_Rf * experts.clamp_up(up_Rf)).astype(x.dtype)
         made_RD = einsum_in_float32("rf,fd->rd", inner_Rf, down_fD)
         if "down" in small:
             made_RD = made_RD * small["down"][pl.ds(expert - first, 1)]
