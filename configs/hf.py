@@ -133,6 +133,13 @@ HEADS = {
         drafter="head",
         chat=True,
     ),
+    "gpt-oss-20b-eagle3": PublicPair(
+        target="openai/gpt-oss-20b",
+        draft="RedHatAI/gpt-oss-20b-speculator.eagle3",
+        model_parallelism=4,
+        drafter="head",
+        chat=True,
+    ),
     "mimo-7b-mtp": PublicPair(
         target="XiaomiMiMo/MiMo-7B-RL",
         draft="XiaomiMiMo/MiMo-7B-RL",

@@ -29,7 +29,10 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
         positions="rotary",
         tied=False,
         query_key_norm=False,
+        attention_sinks=False,
+        window=None,
         global_layers=(),
+        window_rotary_base=None,
         experts=None,
     )
     return Eagle3Config(
