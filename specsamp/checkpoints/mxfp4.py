@@ -20,8 +20,8 @@ GROUP = 32  # entries with one scale
 BIAS = 127  # of a scale, the exponent of two
 POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([POSITIVE, -POSITIVE])
-# Of a byte both numbers; the low half is the first.
-PAIRS = VALUES[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
+# Of a byte both numbers, as one of 64 bits, which is looked up faster; the low half is the first.
+PAIRS = VALUES[np.arange(256)[:, None] >> np.array([0, 4]) & 15].view(np.uint64)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class PackedTensor:
         groups = slice(first // GROUP, -(-last // GROUP))
         bytes_XGb = self.blocks.read((*index[:-1], groups))
         scales_XG = self.scales.read((*index[:-1], groups)).astype(np.int32)
-        values = PAIRS[bytes_XGb].reshape(*scales_XG.shape, GROUP)
+        values = PAIRS.take(bytes_XGb).view(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # of a damaged file; refused later
             values *= np.ldexp(np.float32(1), scales_XG - BIAS)[..., None]
-        # The numbers have two significant bits, so the first half of a float32 is all of it.
-        halves = (values.view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+        # Exact: the numbers have two significant bits.
+        values = values.reshape(*scales_XG.shape[:-1], -1).astype(ml_dtypes.bfloat16)
         start = first - groups.start * GROUP
-        return halves.reshape(*scales_XG.shape[:-1], -1)[..., start : start + last - first]
+        return values[..., start : start + last - first]
 
 
 def join_packed(found: Mapping[str, Tensor]) -> dict[str, Tensor | PackedTensor]:
