@@ -18,7 +18,7 @@ import numpy as np
 from specsamp.decoding.trees import TreeShape
 from specsamp.models.cache import CACHES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
-from specsamp.models.experts import STACKED_AXES, Experts, mix_experts, route
+from specsamp.models.experts import BIAS_AXES, STACKED_AXES, Experts, mix_experts, route
 from specsamp.models.int8 import quantise
 from specsamp.models.kernels import append_rows, common, decode_attention
 from specsamp.models.kernels import mix_experts as experts_kernel
@@ -116,6 +116,7 @@ def _attention(
     size: int = SIZE,
     in_int8: bool = False,
     has_distances: bool = False,
+    has_sinks: bool = False,
     tree: TreeShape | None = None,
     **options: Any,
 ) -> KernelCheck:
@@ -136,7 +137,9 @@ def _attention(
         is_paired = kernels is not None and size == PAIRED_SIZE
         cache = CACHES[is_paired, "int8" if in_int8 else None].of(k_BMSH, v_BMSH)
         cache = dataclasses.replace(cache, kernels=kernels)
-        return cache.attend(q_BNTH, visible, scale=0.1, distances_BNTS=distances_BNTS, cap=cap)
+        sinks_N = _drawn(heads, seed=5) if has_sinks else None
+        options = dict(scale=0.1, distances_BNTS=distances_BNTS, cap=cap, sinks_N=sinks_N)
+        return cache.attend(q_BNTH, visible, **options)
 
     return KernelCheck(
         kernel=decode_attention.NAME, what=what, draw=draw, compute=compute, near=NEAR[dtype]
@@ -165,21 +168,25 @@ def _rows(dtype: str, length: int) -> KernelCheck:
     return KernelCheck(kernel=append_rows.NAME, what=what, draw=draw, compute=compute, near=0.0)
 
 
-def _experts(what: str, *, dtype: str, tokens: int, in_int8: bool = False) -> KernelCheck:
+def _experts(
+    what: str, *, dtype: str, tokens: int, in_int8: bool = False, width: int = 1024, **more: Any
+) -> KernelCheck:
     """Mixes two of four experts, in several parts of their width."""
-    experts = ExpertsConfig(num_experts=4, experts_per_token=2, width=768)
-    sizes = {"vocab_size": 64, "width": 1024, "num_layers": 1, "num_heads": 8}
+    experts = ExpertsConfig(num_experts=4, experts_per_token=2, width=768, **more)
+    sizes = {"vocab_size": 64, "width": width, "num_layers": 1, "num_heads": 8}
     config = TransformerConfig(**sizes, dtype=dtype, gated=True, activation="silu", experts=experts)
 
     def draw():
         stacked = {
-            name: _drawn(4, 768, 1024, seed=seed, dtype=dtype) / 32
+            name: _drawn(4, 768, width, seed=seed, dtype=dtype) / 32
             for seed, name in enumerate(STACKED_AXES)
         }
         if in_int8:
             axes = {"gate": (2,), "up": (2,), "down": (1,)}
             stacked = {name: quantise(x, axes[name]) for name, x in stacked.items()}
-        return _drawn(tokens, 1024, seed=3, dtype=dtype), _drawn(tokens, 4, seed=4), stacked
+        if experts.bias:
+            stacked |= {name: _drawn(4, 768, seed=i) for i, name in enumerate(BIAS_AXES)}
+        return _drawn(tokens, width, seed=3, dtype=dtype), _drawn(tokens, 4, seed=4), stacked
 
     def compute(kernels, x_RD, logits_RE, stacked):
         if kernels is not None:
@@ -246,7 +253,15 @@ CHECKS = (
     _attention(
         "a window in int8", length=33, slots=1024, kv_heads=2, group=2, window=40, in_int8=True
     ),
-    _attention("heads of 64", length=5, slots=640, kv_heads=2, group=4, size=PAIRED_SIZE),
+    _attention(
+        "heads of 64, with sinks",
+        length=5,
+        slots=640,
+        kv_heads=2,
+        group=4,
+        size=PAIRED_SIZE,
+        has_sinks=True,
+    ),
     _attention("a tree", length=TREE.K + 1, slots=512, kv_heads=2, group=2, tree=TREE),
     _rows("float32", 5),
     _rows("bfloat16", 1),
@@ -255,6 +270,7 @@ CHECKS = (
     _experts("float32", dtype="float32", tokens=5),
     _experts("bfloat16", dtype="bfloat16", tokens=40),
     _experts("int8", dtype="bfloat16", tokens=5, in_int8=True),
+    _experts("biased and clamped", dtype="bfloat16", tokens=5, width=960, bias=True, limit=0.5),
     _norms_and_rotation("float32"),
     _norms_and_rotation("bfloat16"),
     _warps("greedy", greedy()),

@@ -150,14 +150,15 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
     nothing is read.
     """
     experts = dataclasses.replace(EXPERTS, width=64, limit=0.5 if in_int8 else None)
-    config = tiny(width=128, gated=True, activation="silu", experts=experts)
-    monkeypatch.setattr(mix_kernel, "STEP_BYTES", 3 * part * 128 * (2 if in_int8 else 4))
+    width = 128 if in_int8 else 192  # one and a half rows of a TPU's memory
+    config = tiny(width=width, gated=True, activation="silu", experts=experts)
+    monkeypatch.setattr(mix_kernel, "STEP_BYTES", 3 * part * width * (2 if in_int8 else 4))
     random, axes = np.random.default_rng(0), {"gate": (2,), "up": (2,), "down": (1,)}
-    drawn = random.normal(size=(3, 8, 64, 128)) / 8
+    drawn = random.normal(size=(3, 8, 64, width)) / 8
     stacked = {
         name: jnp.asarray(x, dtype).at[3].set(jnp.nan) for name, x in zip(STACKED_AXES, drawn)
     }
-    x_RD = jnp.asarray(random.normal(size=(tokens, 128)), dtype)
+    x_RD = jnp.asarray(random.normal(size=(tokens, width)), dtype)
     # With ties.
     logits_RE = random.integers(0, 5, (tokens, 8)).astype(np.float32) - 50.0 * (np.arange(8) == 3)
     logits_RE[1] = np.nan  # spoils its own row alone
@@ -167,7 +168,7 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
             name: jnp.asarray(drawn[0, :, :, i], "float32") for i, name in enumerate(BIAS_AXES)
         }
     kernels = PallasKernels(interpret=True)
-    assert kernels.take_experts(tokens, (4, 64, 128), jnp.dtype("int8" if in_int8 else dtype))
+    assert kernels.take_experts(tokens, (4, 64, width), jnp.dtype("int8" if in_int8 else dtype))
     for normalised in (True, False):
         experts = dataclasses.replace(config.experts, normalised=normalised)
         shares_RE = route(jnp.asarray(logits_RE), experts)

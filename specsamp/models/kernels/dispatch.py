@@ -163,7 +163,7 @@ class PallasKernels(Kernels):
         many tokens.
         """
         _, inner, width = part
-        fits = width % LANES == 0 and part_width(inner, width, dtype.itemsize) is not None
+        fits = width % (LANES // 2) == 0 and part_width(inner, width, dtype.itemsize) is not None
         if not fits:
             say_once(
                 f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}"

@@ -38,7 +38,7 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
     group = config.num_heads // config.num_kv_heads
     few = config.experts and dataclasses.replace(config.experts, **FEW_EXPERTS)
     sizes = {
-        "width": 2 * LANES,
+        "width": 2 * LANES + config.width % LANES,
         "num_layers": 2,
         "num_heads": 2 * group,
         "num_kv_heads": 2,
