@@ -81,7 +81,7 @@ def test_blocks_are_read_exactly_also_in_parts(tmp_path):
 def test_blocks_are_quantised_while_they_are_read(tmp_path):
     write_packed(tmp_path)
     whole = open_checkpoint(tmp_path, dtype="float32")
-    params = read_params(whole, TransformerLM(whole.config))
+    params = jax.tree.map(np.asarray, read_params(whole, TransformerLM(whole.config)))
     checkpoint = open_checkpoint(tmp_path, dtype="float32", weight_dtype="int8")
     read = read_params(checkpoint, TransformerLM(checkpoint.config))
     assert is_int8(read["layer_0"]["experts"]["gate"])
