@@ -56,7 +56,9 @@ def stale_cache(model, rows):
     )
 
 
-@pytest.mark.parametrize("name", slow_but(golden.NAMES, *ONE_BY_ONE, "gpt_oss", "mimo", "qwen3_moe"))
+@pytest.mark.parametrize(
+    "name", slow_but(golden.NAMES, *ONE_BY_ONE, "gpt_oss", "mimo", "qwen3_moe")
+)
 def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
     """One pass; chunks over a stale cache, of which the last is taken back and fed again; then
     their own text.
