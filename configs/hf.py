@@ -140,6 +140,13 @@ HEADS = {
         drafter="head",
         chat=True,
     ),
+    "qwen3.5-9b-mtp": PublicPair(
+        target="Qwen/Qwen3.5-9B",
+        draft="Qwen/Qwen3.5-9B",
+        model_parallelism=4,
+        drafter="head",
+        chat=True,
+    ),
     "mimo-7b-mtp": PublicPair(
         target="XiaomiMiMo/MiMo-7B-RL",
         draft="XiaomiMiMo/MiMo-7B-RL",

@@ -8,7 +8,8 @@ outputs, in ``eagle_config``.
 
 Medusa heads have the sizes of their target. Their number is counted from the tensors, since
 published files with five heads say two. An MTP module is in the checkpoint of its target, and
-config.json describes both.
+config.json describes both. transformers leaves modules of Qwen out; their computation is that of
+vLLM and SGLang.
 
 Heads that draft blocks (DFlash, DSpark, DFlash 2): z-lab has the keys of a head in
 ``dflash_config`` or at the top level, DeepSpec at the level of the layers' keys; both name outputs
@@ -25,7 +26,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specsamp import validate
-from specsamp.checkpoints.architectures import FAMILIES, read_keys
+from specsamp.checkpoints.architectures import FAMILIES, Family, parse_config, read_keys
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES
@@ -58,16 +59,42 @@ class HeadLayout:
     file: str = SINGLE  # of the tensors, where it is written
     names: Mapping[str, str]  # see tensor_names.py
     others: re.Pattern = OF_SPECULATORS  # names of tensors that are no parameters of the head
+    in_target: bool = False  # the head is in the checkpoint of its target
 
 
 EAGLE = HeadLayout(names=TABLES["head"])
 NOTHING = re.compile(r"(?!)")
 MEDUSA = HeadLayout(file=MEDUSA_SINGLE, names=TABLES["medusa"], others=NOTHING)
 MEDUSA_BLOCKS = HeadLayout(names=TABLES["medusa_blocks"], others=NOTHING)
-MIMO_MTP = HeadLayout(
-    names=TABLES["mimo_mtp"],
-    others=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"),
-)
+
+
+def _module_layout(
+    family: Family, layer: str, module: str, found: Collection[str] = ()
+) -> HeadLayout:
+    """Returns the layout of an MTP module, whose layer has the names of its target's layers.
+
+    Args:
+      layer: the prefix of the layer's tensors.
+      module: the table of all other tensors.
+    """
+    of_target = dict(family.names)
+    end, table = family.other_experts
+    if any(name.startswith(family.head_prefix) and name.endswith(end) for name in found):
+        of_target |= TABLES[table]
+    names = {}
+    for name, line in of_target.items():
+        part = re.sub(r"^layer/(?=experts/|shared/)", "layer/mlp/", name)
+        if part.startswith("layer/") and "/recurrence/" not in part:
+            moved = line.replace("model.layers.{i}.", layer)
+            names[part.replace("layer/", "module/", 1)] = moved
+    return HeadLayout(
+        names=names | TABLES[module],
+        others=re.compile(rf"^(?!{re.escape(family.head_prefix)})"),
+        in_target=True,
+    )
+
+
+MIMO_MTP = _module_layout(FAMILIES[MIMO], "model.mtp_layers.{i}.", "mimo_module")
 
 
 def parse_head(
@@ -111,11 +138,13 @@ def parse_head(
         ):
             return _medusa(fields, target, found)
         if architecture == MIMO:
-            return MIMO_MTP, _mtp(fields, target)
+            return MIMO_MTP, _mimo_module(fields, target)
+        if architecture in FAMILIES and FAMILIES[architecture].head_prefix is not None:
+            return _qwen_module(path, content, target, found)
         if "eagle" not in architecture.lower() and architecture not in PLAIN:
             raise ValueError(
                 f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3, "
-                f"Medusa and DFlash, and {MIMO}"
+                f"Medusa and DFlash, and the modules of MiMo, Qwen3-Next and Qwen3.5"
             )
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
             return EAGLE, _eagle3(fields, fields, target, found)
@@ -154,20 +183,47 @@ def _medusa(
     )
 
 
-def _mtp(fields: Fields, target: TransformerConfig) -> MTPConfig:
+def _mimo_module(fields: Fields, target: TransformerConfig) -> MTPConfig:
     """Reads the MTP modules of MiMo: they read the target's stream before the final norm and
     normalise their output.
     """
     layer = TransformerConfig(dtype=target.dtype, **FAMILIES[MIMO].read(fields))
-    _require(fields, "hidden_size", layer.width, "width", target.width)
-    _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
-    _require(fields, "num_hidden_layers", layer.num_layers, "number of layers", target.num_layers)
     return MTPConfig(
-        layer=dataclasses.replace(layer, num_layers=1, tied=False),
-        target_layers=target.num_layers,
         hidden_layers=(target.num_layers - 1,),
         num_modules=fields("num_nextn_predict_layers", 1),
         hidden_first=True,
+        **_module_shape(fields, layer, target),
+    )
+
+
+def _qwen_module(
+    path: str, content: Mapping[str, Any], target: TransformerConfig, found: Collection[str]
+) -> tuple[HeadLayout, MTPConfig]:
+    """Reads the MTP module of Qwen3-Next or Qwen3.5: a layer of attention that reads the target's
+    stream after the final norm.
+    """
+    family, layer = parse_config(path, content, target.dtype)
+    fields = Fields(path, content if family.text is None else content.get("text_config", {}))
+    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        fields.require(key, 1)
+    config = MTPConfig(hidden_layers=(target.num_layers,), **_module_shape(fields, layer, target))
+    return _module_layout(family, "mtp.layers.{i}.", "qwen_module", found), config
+
+
+def _module_shape(
+    fields: Fields, layer: TransformerConfig, target: TransformerConfig
+) -> dict[str, Any]:
+    """Returns the fields that all modules share, from the shape of their own target."""
+    _require(fields, "hidden_size", layer.width, "width", target.width)
+    _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
+    _require(fields, "num_hidden_layers", layer.num_layers, "number of layers", target.num_layers)
+    experts = layer.experts
+    if experts is not None:  # as in layer 0
+        is_sparse = layer.has_experts(0)
+        experts = dataclasses.replace(experts, dense_layers=()) if is_sparse else None
+    return dict(
+        layer=dataclasses.replace(layer, num_layers=1, tied=False, recurrent=None, experts=experts),
+        target_layers=target.num_layers,
         norm_output=True,
     )
 

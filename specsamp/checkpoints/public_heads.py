@@ -24,7 +24,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specsamp import storage
-from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
+from specsamp.checkpoints.head_config import HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_weights, find_folder, read_headers
 from specsamp.checkpoints.hugging_face import OnProgress, placed, read_leaves
 from specsamp.checkpoints.pickles import read_pickle
@@ -120,8 +120,7 @@ def open_head(
         config = dataclasses.replace(config, own_embedding=False)
     check_embedding(target, config, name)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
-    # An MTP module is in the checkpoint of its target.
-    beside = name if layout is MIMO_MTP else None
+    beside = name if layout.in_target else None
     return HeadCheckpoint(
         name=name,
         layout=layout,

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import DeviceLayout, Kernels
-from specsamp.models.modules import weight
+from specsamp.models.modules import SharedExpert, weight
 from specsamp.models.products import contract, contract_slice
 
 Array = jax.Array
@@ -124,6 +124,19 @@ class Experts(nn.Module):
         of_stacked = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(axes, stacked))
         in_specs = (PartitionSpec(), of_routing, of_stacked)
         return layout.per_device(mix, in_specs, PartitionSpec())(x_RD, routing_RE, stacked)
+
+
+class SparseFeedForward(nn.Module):
+    """The experts of a layer, and the one that all tokens have."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array) -> Array:
+        made_BTD = Experts(self.config, name="experts")(x_BTD)
+        if self.config.experts.shared_width:
+            made_BTD = made_BTD + SharedExpert(self.config, name="shared")(x_BTD)
+        return made_BTD
 
 
 def route(logits_RE: Array, experts: ExpertsConfig) -> Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
+from specsamp.models.experts import SparseFeedForward
 from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract
@@ -42,7 +43,8 @@ class Module(nn.Module):
         )
         self.token_norm, self.hidden_norm = Norm(layer), Norm(layer)
         self.attention_norm, self.attention = Norm(layer), Attention(layer)
-        self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
+        self.mlp_norm, self.final_norm = Norm(layer), Norm(layer)
+        self.mlp = FeedForward(layer) if layer.experts is None else SparseFeedForward(layer)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache, block) -> tuple[Array, KVCache]:
         parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
@@ -119,7 +121,7 @@ class ModuleChain(FeatureHead):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(HeadConfig):
-    """The shape of modules with one dense layer.
+    """The shape of modules with one layer.
 
     Attributes:
       num_modules: 1 drafts any number of tokens; of several, each drafts one.

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from specsamp import Conversation, NgramDrafter, Pair, generate
-from specsamp.decoding.drafters import ModelDrafter, NgramTree, WindowDrafter
+from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NgramTree, WindowDrafter
 from specsamp.decoding.engine import count_known
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.trees import TreeShape
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.recurrent import REWIND, RecurrentCache
 from specsamp.models.slots import read_slots, write_slots
 from specsamp.models.transformer import TransformerLM
@@ -30,6 +31,13 @@ PROMPTS = [[0, 1, 1, 0] * 12, [0, 1, 1, 0] * 13]
 SMALL = dataclasses.replace(RECURRENT, num_value_heads=1, key_size=4, value_size=4)
 CONFIG = hybrid(vocab_size=V, width=16, num_heads=2, recurrent=SMALL)
 MODEL = TransformerLM(CONFIG)
+# As in the checkpoints of Qwen3.5: a layer of attention behind the final norm.
+MODULE = MTPConfig(
+    layer=dataclasses.replace(CONFIG, num_layers=1, recurrent=None),
+    target_layers=CONFIG.num_layers,
+    hidden_layers=(CONFIG.num_layers,),
+    norm_output=True,
+).head()
 
 
 @functools.cache
@@ -65,7 +73,9 @@ def expected(seed):
 def p_value_of(rule, drafter, samples=SAMPLES):
     loop = Loop(target=MODEL, drafter=drafter, rule=rule)
     budgets = [LENGTH, LENGTH + 1]
-    run = decode(loop, weights(5), weights(1), PROMPTS, budgets, SAMPLING, samples=samples)
+    is_module = isinstance(drafter, FeatureDrafter)
+    draft = MODULE.prepare(MODULE.init(jax.random.key(1))) if is_module else weights(1)
+    run = decode(loop, weights(5), draft, PROMPTS, budgets, SAMPLING, samples=samples)
     emitted = run.emitted(LENGTH).reshape(len(PROMPTS), samples, LENGTH)
     return p_value(list(zip(emitted, expected(5))), powered=False)
 
@@ -73,7 +83,8 @@ def p_value_of(rule, drafter, samples=SAMPLES):
 CASES = {
     "token rule": (TokenRule(), NgramDrafter(2)),
     "block rule": (BlockRule(), ModelDrafter(MODEL, 2)),
-    "token rule, model": (TokenRule(), ModelDrafter(MODEL, 2)),
+    "token rule, module": (TokenRule(), FeatureDrafter(MODEL, MODULE, 2)),
+    "block rule, module": (BlockRule(), FeatureDrafter(MODEL, MODULE, 2)),
     "block rule, lookup": (BlockRule(), NgramDrafter(2)),
 }
 
