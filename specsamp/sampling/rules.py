@@ -27,8 +27,6 @@ from specsamp.sampling.warp import Chain, Warp, is_stateless, log_probs
 
 Array = jax.Array
 
-MAX_UNROLLED = 32  # sequences whose rows are read one by one: a gather of rows is a loop on a TPU
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,12 +248,12 @@ def take_row(x_BT: Array, row_B: Array) -> Array:
 
 
 def read_row(x_BTV: Array, row_B: Array) -> Array:
-    """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``; a vocabulary may be folded."""
-    if len(row_B) > MAX_UNROLLED:
-        return jnp.take_along_axis(x_BTV, row_B.reshape(-1, *(1,) * (x_BTV.ndim - 1)), axis=1)[:, 0]
-    return jnp.concatenate(
-        [jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))]
-    )
+    """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``; a vocabulary may be folded.
+
+    By `jax.vmap`: read one by one, sequences that are split over a mesh would all move to one
+    device.
+    """
+    return jax.vmap(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x_BTV, row_B)
 
 
 def make_verdict(

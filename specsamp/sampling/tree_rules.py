@@ -37,7 +37,6 @@ from specsamp.sampling.draw import draw
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
 from specsamp.sampling.rules import (
-    MAX_UNROLLED,
     Draft,
     Rule,
     TargetDistributions,
@@ -55,6 +54,7 @@ Array = jax.Array
 DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN = "distinct", "independent", "top", "top_and_drawn"
 CHILDREN = (DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN)
 BISECTIONS = 50  # of K-SEQ's threshold, in float64
+MAX_UNROLLED = 32  # sequences whose rows are written one by one: a scatter is a loop on a TPU
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp.sampling import rules, tree_rules
+from specsamp.sampling import tree_rules
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
@@ -228,8 +228,7 @@ def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(ru
     target = TargetDistributions(logits_BTV=target_BTV, warp=chain(), draft=draft)
     uniforms_BK = jax.random.uniform(jax.random.key(3), (batch, 4))
     few = rule.walk(draft, target, uniforms_BK)
-    for module in (rules, tree_rules):
-        monkeypatch.setattr(module, "MAX_UNROLLED", 0)
+    monkeypatch.setattr(tree_rules, "MAX_UNROLLED", 0)
     jax.tree.map(assert_array_equal, rule.walk(draft, target, uniforms_BK), few)
     assert few.weights_BV.shape == (batch, vocab_size) and len(set(few.num_accepted_B.tolist())) > 1
 

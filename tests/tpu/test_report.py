@@ -7,6 +7,7 @@ guard bites.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rules import read_row
 from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.tpu.lowering import Programs, sharded_head_model
 from specsamp.tpu.pair_report import compile_report, compiled_costs
@@ -250,6 +252,18 @@ def test_rows_are_sampled_apart():
     # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a
     # distribution would pass 36 a time.
     assert sum(made.collectives.values()) <= (K + 1) * (3 + 1 + 1) + 25
+
+
+def test_rows_of_a_tree_are_read_without_collectives():
+    """Reading each sequence's row by itself moved all rows' distributions to one device."""
+    mesh = described_mesh("v5e:2x2", rows=4)
+    by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    on_all = NamedSharding(mesh, PartitionSpec())
+    x_BTV = jax.ShapeDtypeStruct((8, 6, 4096), jnp.float32, sharding=by_rows)
+    row_B = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=on_all)
+    made = jax.jit(read_row, out_shardings=by_rows).lower(x_BTV, row_B).compile()
+    assert not re.search(r" (all-|collective-)[a-z]+(-start)?\(", made.as_text())
+    assert made.cost_analysis()["bytes accessed"] < 8 * 6 * 4096 * 4
 
 
 @pytest.mark.slow
