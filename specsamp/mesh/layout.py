@@ -251,6 +251,9 @@ class Layout(DeviceLayout):
         """
         return constrain(tree, self.shardings(axes, tree))
 
+    def if_sharded(self) -> Layout:
+        return self
+
     def on_all_devices(self, tree: Any) -> Any:
         """Replicates arrays over the devices of a data shard: streams, and tokens sampled on
         different devices.

@@ -154,7 +154,7 @@ class BlockModule(HeadModule):
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         x_BTX = jnp.concatenate(hidden, axis=-1)
-        return self.hidden_norm(contract("BTX,XD->BTD", self.split(x_BTX), self.fc))
+        return self.hidden_norm(contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc))
 
     def read(self, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
         positions_BT = start_B[:, None] + jnp.arange(features_BTD.shape[1])[None]

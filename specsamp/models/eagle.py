@@ -41,7 +41,7 @@ class Eagle1(HeadModule):
         self, embedded_BTD, features_BTD, start_B, cache, block=None
     ) -> tuple[Array, KVCache]:
         x_BTX = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
-        x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
+        x_BTD = contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc)
         if self.config.fc_bias:
             x_BTD = x_BTD + self.fc_bias.astype(x_BTD.dtype)
         return finish_layer(self, x_BTD, x_BTD, start_B, cache, block)
@@ -83,7 +83,7 @@ class Eagle3(HeadModule):
             hidden = tuple(norm(x_BTD) for norm, x_BTD in zip(self.fc_norm, hidden, strict=True))
         x_BTX = jnp.concatenate(hidden, axis=-1)
         x_BTX = self.input_norm(x_BTX) if self.config.norm_before_fc else x_BTX
-        return contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
+        return contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc)
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)

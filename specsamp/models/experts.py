@@ -130,10 +130,12 @@ class SparseFeedForward(nn.Module):
     """The experts of a layer, and the one that all tokens have."""
 
     config: TransformerConfig
+    layout: DeviceLayout
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
-        made_BTD = Experts(self.config, name="experts")(x_BTD)
+        experts = Experts(self.config, self.layout.if_sharded(), name="experts")
+        made_BTD = experts(x_BTD)
         if self.config.experts.shared_width:
             made_BTD = made_BTD + SharedExpert(self.config, name="shared")(x_BTD)
         return made_BTD

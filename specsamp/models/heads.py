@@ -128,11 +128,11 @@ class HeadModule(nn.Module):
     """Base of the modules of all heads. Derived classes define `__call__`, see `FeatureHead`.
 
     Attributes:
-      split: splits the input ``[B, T, X]`` of ``fc`` over a mesh like the rows of ``fc``.
+      layout: see `Head`.
     """
 
     config: HeadConfig
-    split: Callable[[Array], Array] = DeviceLayout().split_features
+    layout: DeviceLayout = DeviceLayout()
 
     def declare_ends(self) -> None:
         """Declares the embedding and the output, unless they are the target's."""
@@ -357,7 +357,7 @@ class Head:
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
-        module = self.config.module(self.config, split=self.layout.split_features)
+        module = self.config.module(self.config, self.layout)
         with full_precision(self.config.layer.dtype):
             return module.apply({"params": weights["params"]}, *arguments, method=method)
 

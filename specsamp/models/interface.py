@@ -77,6 +77,10 @@ class DeviceLayout:
     mesh.
     """
 
+    def if_sharded(self) -> DeviceLayout | None:
+        """Returns the layout if it is of a mesh; else None."""
+        return None
+
     def on_all_devices(self, tree: Any) -> Any:
         return tree
 

@@ -69,7 +69,7 @@ class Medusa(HeadModule):
 
     def _add_residual(self, parameters: tuple[Array, Array | None], x_BTD: Array) -> Array:
         linear, bias = parameters
-        y_BTD = contract("BTX,XD->BTD", self.split(x_BTD), linear)
+        y_BTD = contract("BTX,XD->BTD", self.layout.split_features(x_BTD), linear)
         if bias is not None:
             y_BTD = y_BTD + bias.astype(x_BTD.dtype)[None, None]
         return x_BTD + nn.silu(y_BTD)

@@ -8,7 +8,6 @@ k, counted from 0, reads the features of module k - 1 and the token k + 1 positi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -20,6 +19,7 @@ from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.experts import SparseFeedForward
 from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
+from specsamp.models.interface import DeviceLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract
 
@@ -30,7 +30,7 @@ class Module(nn.Module):
     """Projects the normalised token and hidden state, and runs a layer."""
 
     config: MTPConfig
-    split: Callable[[Array], Array]
+    layout: DeviceLayout
 
     def setup(self):
         layer = self.config.layer
@@ -44,12 +44,15 @@ class Module(nn.Module):
         self.token_norm, self.hidden_norm = Norm(layer), Norm(layer)
         self.attention_norm, self.attention = Norm(layer), Attention(layer)
         self.mlp_norm, self.final_norm = Norm(layer), Norm(layer)
-        self.mlp = FeedForward(layer) if layer.experts is None else SparseFeedForward(layer)
+        if layer.experts is None:
+            self.mlp = FeedForward(layer)
+        else:
+            self.mlp = SparseFeedForward(layer, self.layout)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache, block) -> tuple[Array, KVCache]:
         parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
         x_BTX = jnp.concatenate(parts[::-1] if self.config.hidden_first else parts, axis=-1)
-        x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
+        x_BTD = contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc)
         y_BTD, cache = finish_layer(self, self.attention_norm(x_BTD), x_BTD, start_B, cache, block)
         return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
 
@@ -64,7 +67,7 @@ class MTP(HeadModule):
 
     def setup(self):
         self.declare_ends()
-        self.module = [Module(self.config, self.split) for _ in range(self.config.num_modules)]
+        self.module = [Module(self.config, self.layout) for _ in range(self.config.num_modules)]
 
     def __call__(
         self, embedded_BTD, features_BTD, start_B, cache, block=None, number=0

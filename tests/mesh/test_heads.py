@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +21,7 @@ from specsamp.decoding.request import make_requests
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_head
 from specsamp.models.block_corrections import DSparkConfig
-from specsamp.models.config import tiny
+from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
@@ -36,6 +37,11 @@ LAYER = tiny(
     positions="rotary",
     gated=True,
     activation="silu",
+)
+SPARSE = dataclasses.replace(
+    LAYER,
+    gated=True,
+    experts=ExpertsConfig(num_experts=4, experts_per_token=2, width=8, shared_width=16),
 )
 HEADS = {
     "eagle1": Eagle1Config(layer=LAYER, target_layers=2, hidden_layers=(2,)),
@@ -117,6 +123,24 @@ def test_tokens_of_one_device(pair, alone, data, model, draft):
     assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == [
         c.tokens for c in alone
     ]
+
+
+def test_a_module_with_experts_has_the_features_of_one_device():
+    """Its experts are split as a target's are: one all-reduce sums over them, and none is moved."""
+    head = MTPConfig(layer=SPARSE, target_layers=2, hidden_layers=(2,)).head()
+    params, layout = noisy(head, 1), Layout.tensor_parallel(make_mesh(1, 8))
+    x_BTD = jax.random.normal(jax.random.key(2), (2, 3, SPARSE.width))
+    given = (x_BTD, x_BTD, jnp.zeros(2, jnp.int32))
+
+    def features(head):
+        weights = head.fit_slots(head.prepare(params), 8)
+        call = jax.jit(lambda weights, *given: head(weights, *given, None)[0])
+        return call(weights, *given), call.lower(weights, *given).compile().as_text()
+
+    (expected, _), (found, text) = features(head), features(shard_head(head, layout))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    moved = {shape for kind, shape in collectives(text)}
+    assert not any(shape.startswith("f32[4,") for shape in moved), moved
 
 
 def collectives(text):
