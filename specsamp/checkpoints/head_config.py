@@ -116,7 +116,14 @@ def parse_head(
         unsupported value; names file, key and value.
     """
     # Heads have layers of plain attention.
-    plain = dict(recurrent=None, attention_gate=False)
+    plain = dict(
+        recurrent=None,
+        attention_gate=False,
+        attention_sinks=False,
+        window=None,
+        global_layers=(),
+        window_rotary_base=None,
+    )
     fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype, **plain)
     kind = validate.choice(
         f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS)

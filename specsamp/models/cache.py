@@ -195,14 +195,20 @@ class LayerCache:
         if cap is not None:
             scores = soft_cap(scores, cap)
         scores = jnp.where(visible.mask(slots)[:, None], scores, -jnp.inf)
-        probs = jax.nn.softmax(scores, axis=-1)
-        if sinks_N is not None:
-            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            probs = probs * jax.nn.sigmoid(total - sinks_N[None, :, None, None])
+        probs = softmax_with_sinks(scores, sinks_N)
         if scales_BM1S is not None:
             probs = (probs.reshape(*rows_shape, slots) * scales_BM1S[1]).reshape(scores.shape)
         probs_BMRS = probs.astype(q_BNTH.dtype).reshape(*rows_shape, slots)
         return contract("BMRS,BMSH->BMRH", probs_BMRS, self.entries_BMSH[-1]).reshape(q_BNTH.shape)
+
+
+def softmax_with_sinks(scores_BNTS: Array, sinks_N: Array | None) -> Array:
+    """Returns the softmax over the slots, less the share of each head's sink; None: no sinks."""
+    probs_BNTS = jax.nn.softmax(scores_BNTS, axis=-1)
+    if sinks_N is None:
+        return probs_BNTS
+    total_BNT1 = jax.nn.logsumexp(scores_BNTS, axis=-1, keepdims=True)
+    return probs_BNTS * jax.nn.sigmoid(total_BNT1 - sinks_N[None, :, None, None])
 
 
 @jax.tree_util.register_dataclass

@@ -34,6 +34,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
+from specsamp.models.cache import softmax_with_sinks
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.mtp import ModuleChain
@@ -95,6 +96,7 @@ class StepCache:
         scale: float,
         distances_BNTS: Array | None = None,
         cap: float | None = None,
+        sinks_N: Array | None = None,
     ) -> Array:
         (batch, heads, length, size), kv_heads = q_BNTH.shape, self.keys.shape[1]
         q_BMGTH = q_BNTH.reshape(batch, kv_heads, heads // kv_heads, length, size)
@@ -105,9 +107,9 @@ class StepCache:
         slots_S = jnp.arange(self.num_slots)
         is_own_S = (slots_S >= length) & (slots_S < length + self.count)
         is_seen_TS = (slots_S[None] <= jnp.arange(length)[:, None]) | is_own_S[None]
-        probs = jax.nn.softmax(
-            jnp.where(is_seen_TS[None, None, None], scores, -jnp.inf), axis=-1
-        ).astype(q_BNTH.dtype)
+        scores = jnp.where(is_seen_TS, scores, -jnp.inf)
+        probs = softmax_with_sinks(scores.reshape(batch, heads, length, self.num_slots), sinks_N)
+        probs = probs.reshape(scores.shape).astype(q_BNTH.dtype)
         mixed_BMGTH = contract("BMGTS,BMSH->BMGTH", probs[..., :length], self.values)
         mixed_BMGTH = mixed_BMGTH + contract(
             "BMGTR,RBMTH->BMGTH", probs[..., length:], self.own_values

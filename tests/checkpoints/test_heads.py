@@ -15,9 +15,11 @@ from etils import epath
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
+from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.public_heads import open_head, read_head
+from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from support import golden_heads
@@ -177,6 +179,14 @@ def test_medusa_in_both_layouts(tmp_path):
     assert "lm_heads.2.weight" in renamed
     save_file(renamed, other / "model.safetensors")
     assert_array_equal(medusa_logits(other), logits)
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "google/gemma-3-27b-it"])
+def test_medusa_for_a_target_of_windows_and_sinks_has_neither(name):
+    target = published_config(name, "float32")
+    _, head = parse_head("config.json", {"medusa_num_heads": 2}, target, "float32", ())
+    assert head.layer.window is None
+    assert not head.layer.attention_sinks
 
 
 def test_layers_that_are_named_as_outputs(tmp_path):

@@ -95,12 +95,10 @@ def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_pat
     hub.gated.add("some/draft")
     more = ("--pair=some/target,some/head", "--head", "--plain")
     done = call("doctor", "--look_at=names", "--pair=some/target,some/draft", *more)
-    assert (
-        done.returncode == 1
-        and "does not load" in done.stdout
-        and "gated: accept its licence" in done.stdout
-    )
-    assert "4 names, of which 1" in done.stdout and "some/head" in done.stdout
+    assert done.returncode == 1
+    printed = " ".join(done.stdout.split())
+    assert "4 names, of which 1 would not load" in printed and "some/head" in printed
+    assert "gated: accept" in printed
 
 
 def test_without_a_network_there_is_one_line(hub):

@@ -28,10 +28,7 @@ def test_a_sound_pair(tmp_path):
     output = tmp_path / "audit.json"
     done = call("audit", "--plain", *TINY, f"--output={output}")
     assert done.returncode == 0, done.stderr
-    assert (
-        "1 of 1 checks passed" in done.stdout
-        and "acceptance\n  verdict        passed" in done.stdout
-    )
+    assert "1 of 1 checks passed" in done.stdout and "acceptance  passed" in done.stdout
     document = json.loads(output.read_text())
     assert document["passed"] and document["settings"]["detect"] == 0.05
     (check,) = document["checks"]
@@ -126,10 +123,8 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert not always["exact"] and token["exact"] and not rows["plain"]["differences"]
     assert always["differences"]["log_prob"]["high"] < 0 < token["differences"]["log_prob"]["high"]
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
-    assert (
-        "always, model, K = 2 (control, not exact)" in done.stdout
-        and "Acceptance by position" in done.stdout
-    )
+    printed = " ".join(done.stdout.split())
+    assert "always, model, K = 2 (control" in printed and "Acceptance by position" in printed
 
     assert "fewer than 20 problems" in done.stdout and "temperature = 0.8" in done.stdout
     refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
