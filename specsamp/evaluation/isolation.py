@@ -145,7 +145,7 @@ def bwrap_command(limits: Limits) -> list[str]:
         command += ["--ro-bind-try", path, path]
     command += ["--dev", "/dev", "--perms", "1777"]
     command += ["--size", str(4 * limits.file_mib * MIB), "--tmpfs", WORK, "--chdir", WORK]
-    return [*command, "--remount-ro", "/", "--"]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
 
 
 def _run(program: str, limits: Limits, isolated: bool) -> Outcome:
@@ -192,8 +192,11 @@ def _run(program: str, limits: Limits, isolated: bool) -> Outcome:
     if len(output) > limits.output_bytes:
         detail = f"more than {limits.output_bytes} bytes of output"
     elif report != word and not detail:
-        error = report.decode("utf-8", "replace")
-        detail = error or f"ended with exit status {code} before its last line"
+        detail = report.decode("utf-8", "replace")
+        if not report:
+            detail = f"ended with exit status {code} before its last line"
+        elif word in report:
+            detail = "more than one process reached the last line"
     return Outcome(passed=not detail, detail=detail, output=output.decode("utf-8", "replace"))
 
 

@@ -102,6 +102,7 @@ def test_ordinary_programs_pass(isolated):
         ("x = bytearray(1 << 30)", "MemoryError"),
         ("while True: print('x' * 1000)", "more than 4096 bytes of output"),
         ("import os; os._exit(3)", "exit status 3"),
+        ("import os, time; time.sleep(0.2 * (os.fork() > 0))", "more than one process"),
     ],
 )
 def test_detail_names_the_failure(isolated, program, detail):
