@@ -154,7 +154,8 @@ def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
     # differently than NumPy.
     weight = weight.astype(xp.float32)
     scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
-    scale = xp.where(scale == 0, np.float32(1), scale)  # NaN and infinity stay, for who checks them
+    # Columns without a finite reciprocal scale become zero. NaN and infinity stay: others check.
+    scale = xp.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
     return Int8Weight(xp.clip(xp.rint(weight * (1 / scale)), -127, 127).astype(xp.int8), scale)
 
 
