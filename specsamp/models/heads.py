@@ -23,7 +23,7 @@ from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
+from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
 
@@ -348,13 +348,19 @@ class Head:
                 return of_target(x_BTD)
             return self.layout.by_rows(self._apply("project", weights, x_BTD, offset))
 
-    def expand(self, weights: Any, logits: Array) -> Array:
+    def expand(self, weights: Any, logits: Array, kernels: Kernels | None = None) -> Array:
         """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's
         vocabulary.
+
+        Args:
+          kernels: of the target; None: there are none.
         """
-        if weights["ranks_V"] is None:
+        ranks_V = weights["ranks_V"]
+        if ranks_V is None:
             return logits
-        return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
+        if kernels is not None:
+            return kernels.expand(logits, ranks_V)
+        return jnp.take(logits, ranks_V, axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         module = self.config.module(self.config, self.layout)

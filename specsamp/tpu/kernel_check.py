@@ -20,7 +20,7 @@ from specsamp.models.cache import CACHES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.experts import BIAS_AXES, STACKED_AXES, Experts, mix_experts, route
 from specsamp.models.int8 import quantise
-from specsamp.models.kernels import append_rows, common, decode_attention
+from specsamp.models.kernels import append_rows, common, decode_attention, expand_rows
 from specsamp.models.kernels import mix_experts as experts_kernel
 from specsamp.models.kernels.common import PAIRED_SIZE
 from specsamp.models.kernels.dispatch import PallasKernels
@@ -221,6 +221,24 @@ def _norms_and_rotation(dtype: str) -> KernelCheck:
     return KernelCheck(kernel=common.SMALL, what=what, draw=draw, compute=compute, near=NEAR[dtype])
 
 
+def _expanded(what: str, *, size: int, rows: int) -> KernelCheck:
+    """Expands a reduced vocabulary; some ids follow each other, the others are drawn."""
+
+    def draw():
+        drawn = np.random.default_rng(size).choice(VOCABULARY, size // 2, replace=False)
+        ids_U = np.union1d(np.arange(size // 4), drawn)
+        ranks_V = np.full(VOCABULARY, size, np.int32)
+        ranks_V[ids_U] = np.arange(len(ids_U))
+        return _drawn(rows, size, seed=1), jnp.asarray(ranks_V)
+
+    def compute(kernels, logits_RU, ranks_V):
+        if kernels is not None:
+            return jnp.exp(kernels.expand(logits_RU, ranks_V))
+        return jnp.exp(jnp.take(logits_RU, ranks_V, axis=-1, mode="fill", fill_value=-jnp.inf))
+
+    return KernelCheck(kernel=expand_rows.NAME, what=what, draw=draw, compute=compute, near=0.0)
+
+
 def _warps(what: str, *warps: Any) -> KernelCheck:
     """Warps rows of a vocabulary with ties; the law of each row is compared."""
 
@@ -273,6 +291,8 @@ CHECKS = (
     _experts("biased and clamped", dtype="bfloat16", tokens=5, width=960, bias=True, limit=0.5),
     _norms_and_rotation("float32"),
     _norms_and_rotation("bfloat16"),
+    _expanded("eleven rows", size=900, rows=11),
+    _expanded("less than a block", size=100, rows=2),
     _warps("greedy", greedy()),
     _warps(
         "filters",

@@ -8,7 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from specsamp.models.experts import expected_steps
-from specsamp.models.kernels import append_rows, common, decode_attention, mix_experts
+from specsamp.models.kernels import (
+    append_rows,
+    common,
+    decode_attention,
+    expand_rows,
+    mix_experts,
+)
 from specsamp.tpu.hlo import Array, Instruction
 
 # Of a call, the arrays that it is given, and the share of the slots that is alive: bytes read from
@@ -71,6 +77,16 @@ def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[f
     return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, op.arrays[0].sizes[0]
 
 
+def count_expanded(
+    op: Instruction, given: Sequence[Array], live: float
+) -> tuple[float, float, float]:
+    """Reads and writes all; each step does some ids of a few rows."""
+    rows, num_ids = op.arrays[0].sizes
+    steps = math.ceil(num_ids / (expand_rows.BLOCKS * common.LANES))
+    read = sum(x.bytes for x in given if x.in_hbm)
+    return read, op.hbm_bytes, math.ceil(rows / expand_rows.ROWS) * steps
+
+
 def count_experts(
     op: Instruction, given: Sequence[Array], live: float
 ) -> tuple[float, float, float]:
@@ -96,6 +112,7 @@ def itemsize(x: Array) -> int:
 COUNTS: dict[str, Count] = {
     decode_attention.NAME: count_attention,
     append_rows.NAME: count_rows,
+    expand_rows.NAME: count_expanded,
     mix_experts.NAME: count_experts,
     common.SMALL: count_small,
     common.WARPS: count_small,

@@ -357,9 +357,8 @@ class HeadModel(LanguageModel):
             )
             rows_BTD, of_head = head(given, embedded_BTD, start_B1, start_B1, cache["cache"])
             logits_BTU = head.logits(given, rows_BTD[:, head.config.first_row :], of_target)
-            return Output(
-                logits_BTV=head.expand(given, logits_BTU), cache=cache | {"cache": of_head}
-            )
+            logits_BTV = head.expand(given, logits_BTU, self.target.kernels)
+            return Output(logits_BTV=logits_BTV, cache=cache | {"cache": of_head})
         if head.config.own_embedding:
             embedded_BTD = head.embed(given, tokens_BT)
         else:
@@ -367,7 +366,8 @@ class HeadModel(LanguageModel):
         features_BTD = jnp.repeat(cache["features_BD"][:, None], tokens_BT.shape[1], axis=1)
         features_BTD, of_head = head(given, embedded_BTD, features_BTD, start_B - 1, cache["cache"])
         logits_BTU = head.logits(given, features_BTD, of_target)
-        logits_BV = head.expand(given, logits_BTU[:, 0])  # the rows behind the first are stale
+        # The rows behind the first are stale.
+        logits_BV = head.expand(given, logits_BTU[:, 0], self.target.kernels)
         return Output(
             logits_BTV=logits_BV[:, None],
             cache={"cache": of_head, "features_BD": features_BTD[:, 0]},

@@ -381,6 +381,12 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
             lambda self, function, x, numbers: x,
             "warps with kernels move a probability by .*%",
         ),
+        (
+            PallasKernels,
+            "expand",
+            lambda self, logits, ranks_V: jnp.roll(logits.repeat(4, 1), 1, 1)[:, : len(ranks_V)],
+            "a kernel expands a reduced vocabulary wrongly",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)

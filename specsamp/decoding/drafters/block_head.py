@@ -125,9 +125,8 @@ class BlockDrafter(HeadDrafter):
                 logits_BU, correction = self.head.correct(
                     weights.draft, logits_BU, x_BD, before_B, correction
                 )
-            tokens_B, drawn = sample.draw(
-                self.head.expand(weights.draft, logits_BU), offset, drawn, self.K
-            )
+            logits_BV = self.head.expand(weights.draft, logits_BU, self.target.kernels)
+            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
             return _Rows(
                 tokens_BK=jax.lax.dynamic_update_index_in_dim(
                     rows.tokens_BK, tokens_B, offset, axis=1

@@ -188,7 +188,7 @@ class FeatureDrafter(HeadDrafter):
             # than on the head.
             logits_BU = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)[:, 0]
             tokens_B, drawn = sample.draw(
-                head.expand(weights.draft, logits_BU), offset, drawn, self.K
+                head.expand(weights.draft, logits_BU, self.target.kernels), offset, drawn, self.K
             )
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
             return (head_cache, cache, feature_BD, tokens_BK), drawn

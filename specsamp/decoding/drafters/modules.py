@@ -118,7 +118,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
                 feature_B1D = head.take(features_BWD, jnp.maximum(last_B, 0))[:, None]
                 logits_BU = head.logits(weights.draft, feature_B1D, of_target, k)[:, 0]
                 token_B, drawn = sample.draw(
-                    head.expand(weights.draft, logits_BU), k, drawn, self.K
+                    head.expand(weights.draft, logits_BU, self.target.kernels), k, drawn, self.K
                 )
                 token_B1 = token_B[:, None]
                 tokens.append(token_B)

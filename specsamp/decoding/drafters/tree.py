@@ -183,9 +183,8 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
         def score(features_BTD: Array, offset: int) -> Array:
-            return head.expand(
-                weights.draft, head.logits(weights.draft, features_BTD, of_target, offset)
-            )
+            logits_BTU = head.logits(weights.draft, features_BTD, of_target, offset)
+            return head.expand(weights.draft, logits_BTU, self.target.kernels)
 
         def step(
             rows: DraftRows, carry: tuple[Any, Any, Array]
@@ -238,6 +237,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
         pending_B1, head = pending_of(prefix), self.head
+        expand = functools.partial(head.expand, weights.draft, kernels=self.target.kernels)
         rows_BKD, logits_BKU, state = self._run_block(
             weights, state, pending_B1[:, 0], prefix.lengths_B - 1
         )
@@ -245,7 +245,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         def score(rows: DraftRows, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
             logits_BU, x_BD = logits_BKU[:, rows.depths[-1]], rows_BKD[:, rows.depths[-1]]
             if self.law == "marginals":
-                return head.expand(weights.draft, logits_BU)[:, None], corrections
+                return expand(logits_BU)[:, None], corrections
             # The states of the rows, before their children are drawn.
             scored, corrections = [], dict(corrections)
             for row in range(rows.count - rows.newest, rows.count):
@@ -254,7 +254,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
                 corrected_BU, corrections[row] = head.correct(
                     weights.draft, logits_BU, x_BD, token_B, above
                 )
-                scored.append(head.expand(weights.draft, corrected_BU))
+                scored.append(expand(corrected_BU))
             return jnp.stack(scored, axis=1), corrections
 
         if self.law == "argmax":

@@ -1,5 +1,5 @@
-"""The kernels of a model: attention over caches, writes to them, experts, norms, rotations and
-warps; also on a mesh.
+"""The kernels of a model: attention over caches, writes to them, experts, norms, rotations, warps
+and reduced vocabularies; also on a mesh.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES, MAX_SMALL, PAIRED_SIZE, WARPS, in_one_kernel
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
+from specsamp.models.kernels.expand_rows import expand_rows
 from specsamp.models.kernels.mix_experts import mix_experts, part_width
 from specsamp.models.positions import align_distances
 from specsamp.models.visibility import Visibility
@@ -157,6 +158,19 @@ class PallasKernels(Kernels):
             return compute(x, numbers)
         rows = self.layout.spec(PartitionSpec("rows"), x.shape[:1])
         return self.layout.per_device(compute, (rows, rows), rows)(x, numbers)
+
+    def expand(self, logits: Array, ranks_V: Array) -> Array:
+        """Returns logits ``[..., V]`` of logits ``[..., U]``; a layout splits the first axis."""
+
+        def compute(logits, ranks_V):
+            flat_RU = logits.reshape(-1, logits.shape[-1])
+            made_RV = expand_rows(flat_RU, ranks_V, interpret=self.interpret)
+            return made_RV.reshape(*logits.shape[:-1], len(ranks_V))
+
+        if self.layout is None:
+            return compute(logits, ranks_V)
+        rows = self.layout.spec(PartitionSpec("rows"), logits.shape[:1])
+        return self.layout.per_device(compute, (rows, PartitionSpec()), rows)(logits, ranks_V)
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
         """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so

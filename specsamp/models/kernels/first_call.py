@@ -31,8 +31,8 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
     them.
 
     Two models of two layers with the same heads and caches, random parameters and a few experts
-    read two texts and score tokens, on one device: one with kernels, one without. Warps are
-    compared on logits of the whole vocabulary.
+    read two texts and score tokens, on one device: one with kernels, one without. Warps and the
+    expansion of a reduced vocabulary are compared on logits of the whole vocabulary.
     """
     use_compilation_cache()  # as `generate` does, which comes later
     group = config.num_heads // config.num_kv_heads
@@ -62,14 +62,18 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
             for each in (None, kernels)
         )
         moved = np.abs(np.subtract(*laws)).max()
+        ids_V, size = jnp.arange(config.vocab_size), -(-config.vocab_size // 4)
+        ranks_V = jnp.where(ids_V % 4, size, ids_V // 4)
+        expanded_BV = jax.jit(kernels.expand)(logits_BV[:, :size], ranks_V)
+        is_expanded = np.array_equal(expanded_BV[:, ::4], logits_BV[:, :size])
     except Exception as error:  # whatever a compiler raises, decoding goes on without kernels
         return f"a call with kernels failed: {' '.join(str(error).split())[:200]}"
     difference = np.abs(found_BTV - expected_BTV).max() / expected_BTV.std()
     if difference > NEAR[config.dtype]:
         return f"a call with kernels differs from one without by {difference:.1%}"
-    return (
-        "" if moved < NEAR["float32"] else f"warps with kernels move a probability by {moved:.1%}"
-    )
+    if not moved < NEAR["float32"]:
+        return f"warps with kernels move a probability by {moved:.1%}"
+    return "" if is_expanded else "a kernel expands a reduced vocabulary wrongly"
 
 
 @functools.partial(jax.jit, static_argnums=0)
