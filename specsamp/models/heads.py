@@ -28,6 +28,7 @@ from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
 
 Array = jax.Array
+IDS_OF_BLOCK = 128  # that a kernel expands together
 DRAFT_IDS = "draft_ids"  # int32 [U], the target's ids of a reduced vocabulary, increasing
 
 
@@ -201,6 +202,14 @@ def finish_layer(
         return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache
 
 
+def kernel_tables(ranks_V: Array, size: int) -> tuple[Array, Array]:
+    """Returns ranks ``[1, V]``, and the least rank of each block of ids, ``[J]``, at most
+    ``size``.
+    """
+    padded = jnp.pad(ranks_V, (0, -len(ranks_V) % IDS_OF_BLOCK), constant_values=size)
+    return ranks_V[None], padded.reshape(-1, IDS_OF_BLOCK).min(-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Head:
     """A head as a static, hashable value; parameters and weights are arguments of its methods.
@@ -264,19 +273,21 @@ class Head:
         reduced vocabulary.
 
         ``ranks_V`` holds the index of each target id among the head's ids, and U if the head does
-        not have the id.
+        not have the id; ``tables`` are those of kernels.
         """
-        ranks_V = None
-        if ids_U is not None:
-            ranks_V = jnp.full((self.vocab_size,), len(ids_U), jnp.int32)
-            ranks_V = ranks_V.at[ids_U].set(jnp.arange(len(ids_U), dtype=jnp.int32))
-        return {"params": params, "ranks_V": ranks_V}
+        if ids_U is None:
+            return {"params": params, "ranks_V": None, "tables": None}
+        size = len(ids_U)
+        ranks_V = jnp.full((self.vocab_size,), size, jnp.int32)
+        ranks_V = ranks_V.at[ids_U].set(jnp.arange(size, dtype=jnp.int32))
+        return {"params": params, "ranks_V": ranks_V, "tables": kernel_tables(ranks_V, size)}
 
     def weight_axes(self) -> Any:
         """Returns the logical axis names of the result of `prepare`."""
         params = self.param_axes()
         ids = params.pop(DRAFT_IDS, None)
-        return {"params": params, "ranks_V": ids}
+        tables = ids and (PartitionSpec(None, None), ids)
+        return {"params": params, "ranks_V": ids, "tables": tables}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Returns the weights on their devices; no weight of a head depends on the number
@@ -359,7 +370,7 @@ class Head:
         if ranks_V is None:
             return logits
         if kernels is not None:
-            return kernels.expand(logits, ranks_V)
+            return kernels.expand(logits, *weights["tables"])
         return jnp.take(logits, ranks_V, axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:

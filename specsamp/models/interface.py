@@ -122,7 +122,7 @@ class Kernels(RowKernels, Protocol):
     def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
         """Computes a function of arrays and trees of arrays; ``axes`` split their axis 1."""
 
-    def expand(self, logits: Array, ranks_V: Array) -> Array:
+    def expand(self, logits: Array, ranks_1V: Array, first_J: Array) -> Array:
         """Computes `specsamp.models.heads.Head.expand` for a reduced vocabulary."""
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:

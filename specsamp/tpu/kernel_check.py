@@ -19,6 +19,7 @@ from specsamp.decoding.trees import TreeShape
 from specsamp.models.cache import CACHES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.experts import BIAS_AXES, STACKED_AXES, Experts, mix_experts, route
+from specsamp.models.heads import kernel_tables
 from specsamp.models.int8 import quantise
 from specsamp.models.kernels import append_rows, common, decode_attention, expand_rows
 from specsamp.models.kernels import mix_experts as experts_kernel
@@ -229,12 +230,12 @@ def _expanded(what: str, *, size: int, rows: int) -> KernelCheck:
         ids_U = np.union1d(np.arange(size // 4), drawn)
         ranks_V = np.full(VOCABULARY, size, np.int32)
         ranks_V[ids_U] = np.arange(len(ids_U))
-        return _drawn(rows, size, seed=1), jnp.asarray(ranks_V)
+        return _drawn(rows, size, seed=1), *kernel_tables(ranks_V, size)
 
-    def compute(kernels, logits_RU, ranks_V):
+    def compute(kernels, logits_RU, ranks_1V, first_J):
         if kernels is not None:
-            return jnp.exp(kernels.expand(logits_RU, ranks_V))
-        return jnp.exp(jnp.take(logits_RU, ranks_V, axis=-1, mode="fill", fill_value=-jnp.inf))
+            return jnp.exp(kernels.expand(logits_RU, ranks_1V, first_J))
+        return jnp.exp(jnp.take(logits_RU, ranks_1V[0], axis=-1, mode="fill", fill_value=-jnp.inf))
 
     return KernelCheck(kernel=expand_rows.NAME, what=what, draw=draw, compute=compute, near=0.0)
 
@@ -293,6 +294,7 @@ CHECKS = (
     _norms_and_rotation("bfloat16"),
     _expanded("eleven rows", size=900, rows=11),
     _expanded("less than a block", size=100, rows=2),
+    _expanded("a single row", size=300, rows=1),
     _warps("greedy", greedy()),
     _warps(
         "filters",

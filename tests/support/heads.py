@@ -173,7 +173,7 @@ class TableHead(FeatureHead):
         known = jnp.all((context >= 0) & (context <= self.vocab_size), axis=-1, keepdims=True)
         return jnp.where(known, weights[tuple(jnp.moveaxis(context, -1, 0))], 0.0)
 
-    def expand(self, weights, logits):
+    def expand(self, weights, logits, kernels=None):
         return logits
 
 
@@ -233,7 +233,7 @@ class TableBlock(BlockHead):
         logits_BTV = self._look_up(weights, features_BTD)
         return jnp.where(jnp.arange(logits_BTV.shape[1])[None, :, None] == 0, logits_BTV, 0.0)
 
-    def expand(self, weights, logits):
+    def expand(self, weights, logits, kernels=None):
         return logits
 
     def begin(self, weights, batch):

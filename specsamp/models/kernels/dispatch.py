@@ -159,18 +159,19 @@ class PallasKernels(Kernels):
         rows = self.layout.spec(PartitionSpec("rows"), x.shape[:1])
         return self.layout.per_device(compute, (rows, rows), rows)(x, numbers)
 
-    def expand(self, logits: Array, ranks_V: Array) -> Array:
+    def expand(self, logits: Array, ranks_1V: Array, first_J: Array) -> Array:
         """Returns logits ``[..., V]`` of logits ``[..., U]``; a layout splits the first axis."""
 
-        def compute(logits, ranks_V):
+        def compute(logits, ranks_1V, first_J):
             flat_RU = logits.reshape(-1, logits.shape[-1])
-            made_RV = expand_rows(flat_RU, ranks_V, interpret=self.interpret)
-            return made_RV.reshape(*logits.shape[:-1], len(ranks_V))
+            made_RV = expand_rows(flat_RU, ranks_1V, first_J, interpret=self.interpret)
+            return made_RV.reshape(*logits.shape[:-1], -1)
 
-        if self.layout is None:
-            return compute(logits, ranks_V)
-        rows = self.layout.spec(PartitionSpec("rows"), logits.shape[:1])
-        return self.layout.per_device(compute, (rows, PartitionSpec()), rows)(logits, ranks_V)
+        if self.layout is not None:
+            rows = self.layout.spec(PartitionSpec("rows"), logits.shape[:1])
+            whole = PartitionSpec()
+            compute = self.layout.per_device(compute, (rows, whole, whole), rows)
+        return compute(logits, ranks_1V, first_J)
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
         """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so

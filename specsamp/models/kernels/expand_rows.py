@@ -18,24 +18,22 @@ Array = jax.Array
 
 NAME = "expand_rows"  # of the kernel in compiled programs
 ROWS = 8  # of a step
-BLOCKS = 64  # of `LANES` ids, of a step
+BLOCKS = 16  # of `LANES` ids, of a step
 
 
-def expand_rows(x_RU: Array, ranks_V: Array, *, interpret: bool = False) -> Array:
+def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool = False) -> Array:
     """Returns ``[R, V]``, ``x_RU[:, ranks_V]``, on one device; -inf where the rank is U.
 
     Args:
       x_RU: float32.
-      ranks_V: int32; those below U increase.
+      ranks_1V: int32; those below U increase. A single axis would be copied to another layout.
+      first_J: int32, the least rank of each `LANES` ids.
     """
-    (rows, size), num_ids = x_RU.shape, len(ranks_V)
+    (rows, size), num_ids = x_RU.shape, ranks_1V.shape[1]
     padding = max(-size % LANES, 2 * LANES - size)
     if padding:
         x_RU = jnp.pad(x_RU, ((0, 0), (0, padding)))
-    of_block_JL = jnp.pad(ranks_V, (0, -num_ids % LANES), constant_values=size).reshape(-1, LANES)
-    first_J = jnp.minimum(of_block_JL.min(-1) & -LANES, size + padding - 2 * LANES)
-    steps = pl.cdiv(len(first_J), BLOCKS)
-    first_J = jnp.pad(first_J, (0, steps * BLOCKS - len(first_J)))
+    steps = pl.cdiv(num_ids, BLOCKS * LANES)
     rows_here = min(rows, ROWS)
     return pl.pallas_call(
         functools.partial(_kernel, size=size),
@@ -55,24 +53,22 @@ def expand_rows(x_RU: Array, ranks_V: Array, *, interpret: bool = False) -> Arra
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name=NAME,
-    )(first_J, x_RU, ranks_V[None])
+    )(first_J, x_RU, ranks_1V)
 
 
 def _kernel(first_J, x, ranks, out, *, size):
     """Moves the entries of some rows to `BLOCKS` blocks of ids."""
+    shape = max(x.shape[0], 2), LANES  # single rows cannot be gathered
     for block in range(BLOCKS):
         ids = pl.ds(block * LANES, LANES)
-        first = first_J[pl.program_id(1) * BLOCKS + block]
-        ranks_RL = jnp.broadcast_to(ranks[:, ids], (x.shape[0], LANES))
-        lane_RL = (ranks_RL - first) & LANES - 1
-        low, high = (
-            jnp.take_along_axis(
-                x[:, pl.ds(pl.multiple_of(first + start, LANES), LANES)],
-                lane_RL,
-                axis=1,
-                mode="promise_in_bounds",
-            )
-            for start in (0, LANES)
-        )
-        moved = jnp.where(ranks_RL - first < LANES, low, high)
-        out[:, ids] = jnp.where(ranks_RL < size, moved, -jnp.inf)
+        number = jnp.minimum(pl.program_id(1) * BLOCKS + block, len(first_J) - 1)
+        first = jnp.minimum(first_J[number] & -LANES, x.shape[1] - 2 * LANES)
+        ranks_RL = jnp.broadcast_to(ranks[:, ids], shape)
+        lanes_RL = (ranks_RL - first) & LANES - 1
+        found = []
+        for start in (0, LANES):
+            part = x[:, pl.ds(pl.multiple_of(first + start, LANES), LANES)]
+            part_RL = jnp.broadcast_to(part, shape)
+            found.append(jnp.take_along_axis(part_RL, lanes_RL, axis=1, mode="promise_in_bounds"))
+        moved_RL = jnp.where(ranks_RL - first < LANES, *found)
+        out[:, ids] = jnp.where(ranks_RL < size, moved_RL, -jnp.inf)[: x.shape[0]]

@@ -11,6 +11,7 @@ import numpy as np
 
 from specsamp.compilation_cache import use_compilation_cache
 from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import kernel_tables
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
@@ -64,7 +65,8 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
         moved = np.abs(np.subtract(*laws)).max()
         ids_V, size = jnp.arange(config.vocab_size), -(-config.vocab_size // 4)
         ranks_V = jnp.where(ids_V % 4, size, ids_V // 4)
-        expanded_BV = jax.jit(kernels.expand)(logits_BV[:, :size], ranks_V)
+        tables = kernel_tables(ranks_V, size)
+        expanded_BV = jax.jit(kernels.expand)(logits_BV[:, :size], *tables)
         is_expanded = np.array_equal(expanded_BV[:, ::4], logits_BV[:, :size])
     except Exception as error:  # whatever a compiler raises, decoding goes on without kernels
         return f"a call with kernels failed: {' '.join(str(error).split())[:200]}"
