@@ -165,8 +165,7 @@ def test_logits_that_are_no_distribution_end_the_row(spoiler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
-@pytest.mark.parametrize("spoiled_after", [1, 5])
+@pytest.mark.parametrize("rule, spoiled_after", [(BlockRule(), 1), (TokenRule(), 5)])
 def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     """The draft ends before it: nothing is accepted on the strength of a distribution
     that is none.

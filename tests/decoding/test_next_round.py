@@ -185,7 +185,12 @@ def decode_session(rows):
     assert rows.prefill.tokens_copied > 60
 
 
-@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "model", "voting", "EAGLE-3 tree"))
+# Others share their caches with one of these: heads that draft in a chain, blocks, nodes of trees.
+ALIKE = {"EAGLE-1", "MTP", "DFlash", "DFlash 2", "whole window", "early exit tree", "Medusa tree"}
+KINDS = [kind for kind in DRAFTERS if kind not in ALIKE]
+
+
+@pytest.mark.parametrize("kind", slow_but(KINDS, "model", "EAGLE-3 tree"))
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
     other sizes.
@@ -193,7 +198,10 @@ def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     decode_session(Batch(*DRAFTERS[kind]()))
 
 
-@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "parallel"))
+TURNS = "parallel", "tokenizer", "window", "voting", "EAGLE-3", "modules", "DSpark", "model tree"
+
+
+@pytest.mark.parametrize("kind", slow_but(TURNS, "parallel"))
 def test_turns_of_a_conversation_are_those_of_whole_texts(kind):
     """What is accepted does not depend on the noise: other drafts are another text."""
     pair, drafter, *_ = DRAFTERS[kind]()
