@@ -14,10 +14,8 @@ from specsamp import (
     CoupledRule,
     ModelDrafter,
     NgramDrafter,
-    Pair,
     TokenRule,
     VotingDrafter,
-    generate,
 )
 from specsamp.decoding.drafters.collective import vote
 from specsamp.decoding.state import Weights
@@ -26,9 +24,7 @@ from support.fakes import (
     FALSE_ALARM,
     TableLM,
     decode,
-    near,
     prefill,
-    random_table,
     table_loop,
 )
 from support.loop_distributions import (
@@ -146,18 +142,3 @@ def test_parts_draw_with_noise_of_their_own():
     state = prefill(loop, TARGET, draft, [[0]], 9, FULL, samples=200)
     drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[0].proposed_BPK
     assert 50 < (drawn[:, 0, 0] == drawn[:, 1, 0]).sum() < 150
-
-
-# Pairs.
-
-
-def test_parts_have_models_of_their_own():
-    """A pair without a draft, whose parameters are those of each part."""
-    table = random_table(3, 12)
-    params = near(table, 1, 2.0), None, table
-    pair = Pair(target=TableLM(12), target_params=table, draft_params=params)
-    first, last = models(2, vocab_size=12)
-    drafter = ChoosingDrafter((first, NgramDrafter(2), last))
-    (completion,) = generate(pair, [[1, 2]], 60, drafter=drafter)
-    assert completion.tokens == generate(pair, [[1, 2]], 60, draft_length=0)[0].tokens
-    assert completion.exact and completion.stats.emitted_per_round > 2.3

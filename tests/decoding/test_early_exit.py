@@ -71,7 +71,6 @@ MODELS = {
         ),
         "cpu",
     ),
-    "relative": TransformerLM(tiny(**SHAPE), "default"),
     "relative, cpu": TransformerLM(tiny(**SHAPE, logit_cap=5.0), "cpu"),
     "learned": TransformerLM(
         tiny(**SHAPE, positions="learned", max_positions=40, norm="layer", tied=False), "default"
@@ -122,4 +121,4 @@ def test_text_is_that_of_plain_decoding(name):
 
 def test_the_drafter_of_another_target_is_refused():
     with pytest.raises(ValueError, match="not the pair's target"):
-        generate(pair_of("rotary"), TEXTS, 4, drafter=EarlyExitDrafter(MODELS["relative"], 1, 3))
+        generate(pair_of("rotary"), TEXTS, 4, drafter=EarlyExitDrafter(MODELS["learned"], 1, 3))

@@ -13,10 +13,10 @@ from specsamp.decoding.method import make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import DRAFT_IDS
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support import mutants
-from support.fakes import FALSE_ALARM, prefill, texts
+from support.fakes import FALSE_ALARM, prefill
 from support.heads import LayeredTable, ShowsTokens, eagle3, medusa, table_head
 from support.loop_distributions import FULL, TARGET, V, distribution_test
 from support.weights import drawn_params
@@ -42,18 +42,12 @@ def weights_of(head, seed=0):
 REDUCED = eagle3(V, draft_vocab_size=2)
 
 
-HEADS = (REDUCED, TokenRule(), FULL, {}), (medusa(V, 3), BlockRule(), FULL, {"K": 3})
-
-
-@pytest.mark.parametrize("head, rule, sampling, options", HEADS)
-def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
-    """Prompts of one and of four tokens; the former drafts nothing in its first round."""
-    assert (
-        distribution_test(
-            distribution_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED
-        )
-        > FALSE_ALARM
-    )
+def test_the_text_of_a_head_has_the_distribution_of_the_target():
+    """Prompts of one and of four tokens; the former drafts nothing in its first round. Medusa:
+    test_pairs.py.
+    """
+    loop = distribution_loop(REDUCED, TokenRule())
+    assert distribution_test(loop, weights_of(REDUCED), FULL, **SAMPLED) > FALSE_ALARM
 
 
 @pytest.mark.slow
@@ -107,19 +101,6 @@ def prefilled(loop, ids=(0, 1, 2), slots=40, samples=1):
     return prefill(loop, TARGET, TARGET, prompts, 20, TABLE, prompt_ids=ids, **shape)
 
 
-def read_in_chunks(loop, chunk):
-    whole = prefilled(loop)
-    return loop.extend(
-        WEIGHTS,
-        whole.request,
-        None,
-        whole.tokens_BS,
-        jnp.zeros(3, jnp.int32),
-        whole.lengths_B,
-        chunk=chunk,
-    )
-
-
 def first_acceptance(loop):
     """Returns the share of accepted tokens among the first tokens of drafts."""
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
@@ -135,46 +116,11 @@ def test_right_features_are_accepted_always():
     assert second < 0.9, "or an entry made of an own feature would harm nothing"
 
 
-@dataclasses.dataclass(frozen=True)
-class ForgetsTheEdge(FeatureDrafter):
-    def read(self, weights, state, *rest):
-        return super().read(
-            weights, dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD)), *rest
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [{"drafter": mutants.KeepsItsOwnOutputs}, {"layer": 1}], ids=str)
 def test_wrong_features_cost_acceptance(mutant):
-    """A feature of the wrong row: test_next_round.py."""
+    """A feature of the wrong row, and one that is lost at a chunk's edge: test_next_round.py."""
     assert first_acceptance(table_loop(**mutant)) < 0.9
-
-
-@pytest.mark.parametrize("chunk", [1, 2])
-def test_prompts_read_in_chunks(chunk):
-    """Chunks end anywhere: the pair over an edge needs the last feature of the chunk before."""
-    loop = table_loop()
-    whole, read = prefilled(loop), read_in_chunks(loop, chunk)
-    for row, prompt in enumerate(PROMPTS_READ):
-        for one, other in zip(
-            jax.tree.leaves(whole.drafter_state.cache), jax.tree.leaves(read.drafter_state.cache)
-        ):
-            np.testing.assert_array_equal(
-                one[row, :, : len(prompt) - 1], other[row, :, : len(prompt) - 1]
-            )
-    np.testing.assert_array_equal(
-        whole.drafter_state.feature_BD[1:, 1:], read.drafter_state.feature_BD[1:, 1:]
-    )
-    assert texts(loop.run(WEIGHTS, read, 1000)) == texts(loop.run(WEIGHTS, whole, 1000))
-
-
-def test_a_lost_edge_is_seen():
-    """The control of the test above."""
-    features = [
-        read_in_chunks(table_loop(kind), 2).drafter_state.feature_BD
-        for kind in (FeatureDrafter, ForgetsTheEdge)
-    ]
-    assert not np.array_equal(features[0][1:], features[1][1:])
 
 
 def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():

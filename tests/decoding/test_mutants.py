@@ -32,7 +32,6 @@ from support.loop_distributions import (
     LIKELY,
     NEAR,
     PROMPTS,
-    STOPPED,
     TARGET,
     V,
     cut_at_stop,
@@ -220,29 +219,3 @@ def test_no_token_decides_whether_it_is_submitted():
     assert written(looks, (0.7, 0.3), (0.5, 0.5), 0.0) == pytest.approx(0.85, abs=0.01)
     for drafter, expected in ((drops, 0.42), (ModelDrafter(TableLM(2), 1), 0.3)):
         assert written(drafter, (0.3, 0.7), (0.6, 0.4), 0.5) == pytest.approx(expected, abs=0.01)
-
-
-class DropsTheUnsure(ModelDrafter):
-    """Submits no token that it drew with little probability."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
-        taken = jnp.take_along_axis(draft.log_probs_BRV, draft.tokens_BK[..., None], axis=-1)[
-            ..., 0
-        ]
-        kept_B = jnp.sum(jnp.cumprod(taken > np.log(0.4), axis=1), axis=1)
-        return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
-
-
-def test_dropping_a_drafted_token_by_its_value_is_biased():
-    assert caught(table_loop(TokenRule(), DropsTheUnsure(TableLM(V), 3)), draft=NEAR)
-
-
-def test_a_stop_that_cancels_the_token_itself_is_caught():
-    loop = table_loop(TokenRule(), mutants.StopsOneTokenEarly(TableLM(V), STOPPED.K))
-    assert (
-        distribution_test(
-            loop, NEAR, FULL, length=3, adaptive=STOPPED, samples=FEWER, powered=False
-        )
-        < CAUGHT
-    )

@@ -13,7 +13,7 @@ import pytest
 
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.conversation import Conversation
-from specsamp.decoding.drafters import ModuleDrafter, ParallelDrafter
+from specsamp.decoding.drafters import FeatureDrafter, ModuleDrafter, ParallelDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
@@ -185,9 +185,8 @@ def decode_session(rows):
     assert rows.prefill.tokens_copied > 60
 
 
-# Others share their caches with one of these: heads that draft in a chain, blocks, nodes of trees.
-ALIKE = {"EAGLE-1", "MTP", "DFlash", "DFlash 2", "whole window", "early exit tree", "Medusa tree"}
-KINDS = [kind for kind in DRAFTERS if kind not in ALIKE]
+# Other trees move the target's cache alone.
+KINDS = [kind for kind in DRAFTERS if kind not in ("early exit tree", "Medusa tree")]
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, "model", "EAGLE-3 tree"))
@@ -234,12 +233,22 @@ class KeepsTooLittle(ModuleDrafter):
     kept = property(lambda self: self.modules + 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class ForgetsTheEdge(FeatureDrafter):
+    """Reads each chunk without the last feature of the chunk before."""
+
+    def read(self, weights, state, *rest):
+        forgetful = dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD))
+        return super().read(weights, forgetful, *rest)
+
+
 MUTANTS = [
     ("model", mutants.HoleInTheCache),
     ("model", mutants.NeverCatchesUp),
     ("parallel", SeesMasks),
     ("parallel", LeavesMasks),
     ("EAGLE-3", mutants.OfTheWrongRow),
+    ("EAGLE-3", ForgetsTheEdge),
     ("model tree", tree_mutants.DraftNotMoved),
     ("modules", LooksNowhere),
     ("modules", KeepsTooLittle),

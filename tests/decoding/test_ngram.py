@@ -134,10 +134,8 @@ def test_a_text_after_the_same_text_is_drafted_whole():
 
 def test_texts_on_a_mesh_are_those_of_a_prompt_alone():
     pair, prompts = drafters.alone(drafters.TARGET), [[1, 2], [3], [5, 6, 7], [3]] * 2
-    options, alone = (
-        dict(rule=CoupledRule(), drafter=NgramDrafter(K, corpus=[[*range(24)]] * 2)),
-        [],
-    )
+    drafter, alone = NgramDrafter(K, corpus=[[*range(24)]] * 2), []
+    options = dict(rule=CoupledRule(), drafter=drafter)
     for index in range(4):
         alone += generate(pair, [prompts[index]], 12, prompt_ids=[index], **options)
     options["drafter"] = dataclasses.replace(drafter, log=16)

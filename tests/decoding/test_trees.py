@@ -189,23 +189,6 @@ def test_a_greedy_row_in_a_batch_of_trees():
         assert np.array_equal(mixed.tokens_BS[row, :length], plain.tokens_BS[row, :length])
 
 
-def test_the_draft_accepts_all_where_it_is_the_target():
-    """A draft cache that was not moved, or a leaf that was never read, costs acceptance and biases
-    nothing.
-    """
-
-    def acceptance(drafter):
-        state = texts_of(
-            drafter, RecursiveRule(), chain(temperature(1.0)), draft=TARGET8, samples=50
-        )
-        return float(state.stats.accepted_BT[:, -1].sum() / state.stats.rounds_B.sum())
-
-    shape = TreeShape.of_widths(2, 1, 2)
-    whole = acceptance(ModelTree(TableLM(V8), tree=shape))
-    assert whole > 0.9  # but for the last rounds, which budgets cut
-    assert acceptance(mutants.DraftNotMoved(TableLM(V8), tree=shape)) < 0.9 * whole
-
-
 # The nodes of a path are drawn from what a chain of the same tokens is drawn from.
 
 

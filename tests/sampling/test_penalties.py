@@ -8,9 +8,7 @@ import pytest
 
 from specsamp import (
     BlockRule,
-    CoupledRule,
     ModelDrafter,
-    NoDrafter,
     chain,
     generate,
     greedy,
@@ -19,7 +17,7 @@ from specsamp import (
 from specsamp.sampling.penalties import ban, bias, penalties
 from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.warp import log_probs
-from support.fakes import FALSE_ALARM, TableLM, decode, joint_distribution, table_loop, table_pair
+from support.fakes import FALSE_ALARM, TableLM, joint_distribution, table_loop, table_pair
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
 from support.tree_mutants import StatesInOrder
 
@@ -52,20 +50,6 @@ def test_texts_follow_the_penalised_distribution():
     loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 2))
     found = distribution_test(loop, NEAR, SAMPLING, length=3, expected=expected(penalised))
     assert found > FALSE_ALARM
-
-
-def test_coupled_texts_are_those_of_no_draft():
-    """Their distribution is that of plain decoding; the control is a draft whose penalties the
-    target does not have.
-    """
-
-    def texts(drafter, sampling=SAMPLING):
-        loop = table_loop(CoupledRule(), drafter)
-        return decode(loop, TARGET, NEAR, PROMPTS, 20, sampling, samples=100).emitted(20)
-
-    plain = texts(NoDrafter())
-    assert np.array_equal(texts(ModelDrafter(TableLM(V), 2)), plain)
-    assert not np.array_equal(texts(NoDrafter(), chain(bias({1: 0.8}), temperature(1.2))), plain)
 
 
 @pytest.mark.parametrize("kind, is_right", [(TargetDistributions, True), (StatesInOrder, False)])
