@@ -121,6 +121,7 @@ class KnowsTheNoise(ChoosingDrafter):
         return super().propose(weights, state, prefix, cache, sample)
 
 
+@pytest.mark.slow
 def test_a_winner_judged_as_if_it_was_drawn_is_seen():
     tables = (0.7, 0.3), (0.5, 0.5)
     two = models(2, 1, 2)
@@ -130,6 +131,7 @@ def test_a_winner_judged_as_if_it_was_drawn_is_seen():
     assert distribution_test(loop, (FAR,) * 3, FULL, **FEW) < FALSE_ALARM * 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, is_exact", [(ChoosingDrafter, True), (KnowsTheNoise, False)])
 def test_a_choice_by_the_noise_of_the_target_is_seen(kind, is_exact):
     loop = table_loop(TokenRule(), kind(models(2, 1)))

@@ -1,6 +1,4 @@
-"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows, samples and streams
-agree.
-"""
+"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows and samples agree."""
 
 import dataclasses
 

@@ -20,7 +20,6 @@ from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.request import make_requests
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_head
-from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.mtp import MTPConfig
@@ -45,11 +44,6 @@ SPARSE = dataclasses.replace(
 HEADS = {
     "eagle3": Eagle3Config(
         layer=LAYER, target_layers=2, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True
-    ),
-    "dspark": DSparkConfig(
-        layer=dataclasses.replace(LAYER, num_layers=2, tied=False, query_key_norm=True),
-        **dict(target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=95),
-        **dict(markov="recurrent", markov_rank=8),
     ),
     "modules": MTPConfig(layer=LAYER, target_layers=2, hidden_layers=(1,), num_modules=3),
 }
@@ -176,9 +170,8 @@ def test_rows_enter_on_their_devices(pair):
     assert "dynamic-" in write and not collectives(write)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dspark"])
-def test_parameters_are_read_to_the_devices_of_the_mesh(name):
+def test_parameters_are_read_to_the_devices_of_the_mesh():
     mesh = make_mesh(1, 2, devices=jax.devices()[:2])
-    head = shard_head(HEADS[name].head(), Layout.tensor_parallel(mesh))
+    head = shard_head(HEADS["eagle3"].head(), Layout.tensor_parallel(mesh))
     places = placed(jax.eval_shape(head.init, jax.random.key(0)), head)
     assert {place.sharding.mesh for place in jax.tree.leaves(places)} == {mesh}
