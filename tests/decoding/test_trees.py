@@ -52,7 +52,7 @@ from support.loop_distributions import (
 )
 from support.weights import drawn_params
 
-FEWER, PROMPT = 10_000, [[2, 0, 1, 1]]
+FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]
 # An inner node behind a leaf, a leaf that the draft never reads.
 TREE = TreeShape((0, 0, 1, 1, 2, 3))
 
