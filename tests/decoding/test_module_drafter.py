@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specsamp.decoding.drafters import ModuleDrafter
 from specsamp.decoding.loop import Loop
@@ -54,6 +55,7 @@ def error(loop, state):
     return float(jnp.where(drafts_B11, abs(wanted_BKV - draft.log_probs_BRV), 0).max())
 
 
+@pytest.mark.slow
 def test_every_round_drafts_as_if_the_text_were_read_at_once():
     """Prompts that are read in chunks: test_next_round.py."""
     loop = Loop(target=MODEL, drafter=ModuleDrafter(MODEL, HEAD, D), rule=TokenRule())
