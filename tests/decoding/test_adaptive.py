@@ -21,7 +21,6 @@ from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
 from specsamp.serving.service import Service
-from support import mutants
 from support.fakes import TableLM, decode, near, table_loop, table_pair
 from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
 
@@ -78,23 +77,6 @@ def test_a_row_paces_itself_alone(monkeypatch):
     together = rows(PROMPTS, [0, 1])
     assert together[0][1] != together[1][1] and all(together[1][1])
     assert alone == together
-
-
-@pytest.mark.parametrize(
-    "drafter, catches_up", [(ModelDrafter, True), (mutants.NeverCatchesUp, False)]
-)
-def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
-    """A draft that is the target is accepted whole, unless its cache has holes; it tries after 2,
-    4, 8 and 16 rounds.
-    """
-    never_pays = Adaptive(lengths=(0, 3), costs_ms=(1, 100), pause=2)
-    loop = table_loop(TokenRule(), drafter(TableLM(V), 3))
-    stats = decode(
-        loop, TARGET, TARGET, PROMPTS, 50, FULL, samples=50, adaptive=never_pays
-    ).state.stats
-    assert jnp.all(stats.lengths_BT[:, 3] == 4) and jnp.all(stats.lengths_BT[:, [1, 2]] == 0)
-    whole = float(jnp.mean(stats.accepted_BT[:, 3] / 4))
-    assert whole == 1 if catches_up else whole < 0.9
 
 
 # Lengths.

@@ -10,35 +10,27 @@ import numpy as np
 import pytest
 
 from specsamp import (
-    BlockRule,
     ChoosingDrafter,
     CoupledRule,
-    EarlyExitDrafter,
     ModelDrafter,
     NgramDrafter,
-    Pair,
     TokenRule,
     VotingDrafter,
-    generate,
 )
 from specsamp.decoding.drafters.collective import vote
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rng import Purpose
 from support.fakes import (
     FALSE_ALARM,
-    LayeredTableLM,
     TableLM,
     decode,
-    near,
     prefill,
-    random_table,
     table_loop,
 )
 from support.loop_distributions import (
     FAR,
     FULL,
     NEAR,
-    RESTLESS,
     TARGET,
     V,
     distribution_test,
@@ -46,7 +38,6 @@ from support.loop_distributions import (
 )
 
 FEW = dict(length=3, samples=20_000, powered=False)
-EXITS = LayeredTableLM(V)
 
 
 def models(count, K=2, vocab_size=V):
@@ -79,26 +70,9 @@ def test_votes_are_counted_token_by_token():
         assert tokens_BK[row, : num_drafted_B[row]].tolist() == voted(lists, weights_BP[row])
 
 
-# Distributions.
+# Distributions: test_pairs.py.
 
 LOOKUP_OR_MODEL = ChoosingDrafter((NgramDrafter(2), *models(1)))
-VOTES = VotingDrafter((*models(2), NgramDrafter(2)))
-MODELS = ChoosingDrafter((*models(2), NgramDrafter(2)), costs=(1, 1.2, 0.5))
-EXIT_LOOP = dataclasses.replace(
-    table_loop(BlockRule(), ChoosingDrafter((NgramDrafter(2), EarlyExitDrafter(EXITS, 1, 2)))),
-    target=EXITS,
-)
-TABLES, LOOKUP = (FAR, NEAR, None), (None, NEAR)
-CASES = {
-    "choosing, token": (table_loop(TokenRule(), MODELS), TABLES, FULL, dict(adaptive=RESTLESS)),
-    "voting, block": (table_loop(BlockRule(), VOTES), TABLES, FULL, dict(adaptive=RESTLESS)),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_texts_have_the_distribution_of_the_target(case):
-    loop, weights, sampling, options = CASES[case]
-    assert distribution_test(loop, weights, sampling, **FEW, **options) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("drafter", [LOOKUP_OR_MODEL, VotingDrafter(LOOKUP_OR_MODEL.parts)])
@@ -108,7 +82,7 @@ def test_coupled_texts_are_those_without_drafts(drafter):
         return decode(loop, TARGET, weights, [[2, 0, 1]], 30, FULL, samples=50).emitted(30)
 
     alone = texts(*models(1), FAR)
-    np.testing.assert_array_equal(texts(drafter, LOOKUP), alone)
+    np.testing.assert_array_equal(texts(drafter, (None, NEAR)), alone)
 
 
 # Mistakes.
@@ -147,6 +121,7 @@ class KnowsTheNoise(ChoosingDrafter):
         return super().propose(weights, state, prefix, cache, sample)
 
 
+@pytest.mark.slow
 def test_a_winner_judged_as_if_it_was_drawn_is_seen():
     tables = (0.7, 0.3), (0.5, 0.5)
     two = models(2, 1, 2)
@@ -156,6 +131,7 @@ def test_a_winner_judged_as_if_it_was_drawn_is_seen():
     assert distribution_test(loop, (FAR,) * 3, FULL, **FEW) < FALSE_ALARM * 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, is_exact", [(ChoosingDrafter, True), (KnowsTheNoise, False)])
 def test_a_choice_by_the_noise_of_the_target_is_seen(kind, is_exact):
     loop = table_loop(TokenRule(), kind(models(2, 1)))
@@ -168,18 +144,3 @@ def test_parts_draw_with_noise_of_their_own():
     state = prefill(loop, TARGET, draft, [[0]], 9, FULL, samples=200)
     drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[0].proposed_BPK
     assert 50 < (drawn[:, 0, 0] == drawn[:, 1, 0]).sum() < 150
-
-
-# Pairs.
-
-
-def test_parts_have_models_of_their_own():
-    """A pair without a draft, whose parameters are those of each part."""
-    table = random_table(3, 12)
-    params = near(table, 1, 2.0), None, table
-    pair = Pair(target=TableLM(12), target_params=table, draft_params=params)
-    first, last = models(2, vocab_size=12)
-    drafter = ChoosingDrafter((first, NgramDrafter(2), last))
-    (completion,) = generate(pair, [[1, 2]], 60, drafter=drafter)
-    assert completion.tokens == generate(pair, [[1, 2]], 60, draft_length=0)[0].tokens
-    assert completion.exact and completion.stats.emitted_per_round > 2.3

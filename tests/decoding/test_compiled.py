@@ -90,7 +90,7 @@ def copied_caches(text, batch):
 
 
 FEW, MANY = (4, 4, "relative", "default"), (MAX_UNROLLED_ROWS + 3, 2, "rotary", "default")
-CALLS = [(1, 0, "rotary", "default"), FEW, MANY, (1, 4, "relative", "cpu"), (4, 4, "rotary", "cpu")]
+CALLS = [FEW, MANY, (1, 4, "relative", "cpu")]
 
 
 @pytest.mark.parametrize("batch, K, positions, layout", slow_but(CALLS, FEW, MANY))
@@ -102,15 +102,8 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     ).as_text()
     assert not copied_caches(text, batch)
     copies = moved(text, "copy") | moved(text, "transpose")
-    target = {
-        (8, 512, 64),
-        (8, 64, 512),
-        (64, 8, 512),
-        (512, 8, 64),
-        (512, 2048),
-        (2048, 512),
-        (4096, 512),
-    }
+    target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64)}
+    target |= {(512, 2048), (2048, 512), (4096, 512)}
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
     cpu_target, cpu_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
     assert not copies & (target | draft | cpu_target | cpu_draft)
@@ -119,10 +112,8 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
 SMALL = dict(positions="rotary", num_layers=2, vocab_size=512)
 PACED = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3))
 COPY_NO_CACHE = {
-    "an early exit": (1, dict(layout="cpu", exit_window=1)),
     "an early exit of two rows a step": (3, dict(exit_window=2)),
     "widths, with a draft model that catches up": (3, dict(adaptive=PACED)),
-    "widths, with an early exit": (1, dict(adaptive=PACED, exit_window=1)),
 }
 
 
@@ -157,7 +148,7 @@ def test_a_cache_that_is_read_after_it_was_written_is_seen():
 SORTS = r'\bsort\(|\btopk\(|custom_call_target="TopK"'
 
 
-@pytest.mark.parametrize("rule", slow_but([TokenRule(), BlockRule(), CoupledRule()], BlockRule()))
+@pytest.mark.parametrize("rule", slow_but([BlockRule(), CoupledRule()], BlockRule()))
 def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
     text = compiled_run(1, 3, rule, vocab_size=512).as_text()
     assert not re.search(SORTS, text)

@@ -2,14 +2,9 @@
 
 import pytest
 
-from specsamp import EarlyExitDrafter, Pair, chain, generate, penalties, temperature
+from specsamp import chain, generate, penalties, temperature
 from specsamp.decoding.conversation import Conversation
-from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from support.fakes import COMPILED, counting_pair, table_pair
-from support.weights import drawn_params
-
-V = 12
 
 
 def said(chat, text, budget, **options):
@@ -23,10 +18,11 @@ def anew(pair, text, budget, **options):
 
 def test_turns_on_a_table_are_those_of_whole_texts():
     """Covers sampled turns of every kind: a longer, a shorter and another text, and a text cut by a
-    stop.
+    stop. Penalties look back, beyond where the text goes on.
     """
     pair = table_pair()
-    options = dict(sampling=temperature(1.0), draft_length=3, seed=5)
+    sampling = chain(penalties(repetition=1.5), temperature(1.0))
+    options = dict(sampling=sampling, draft_length=3, seed=5)
     chat = Conversation(pair, max_tokens=100, **options)
     text = [1, 2]
     for turn, (added, budget) in enumerate((([], 9), ([3], 4), ([0, 2, 1], 11), ([1] * 20, 2))):
@@ -43,32 +39,10 @@ def test_turns_on_a_table_are_those_of_whole_texts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens, length", [(514, 513), (64, 63)])
-def test_the_longest_text_is_read(max_tokens, length):
-    pair = table_pair()
-    chat = Conversation(pair, max_tokens=max_tokens, draft_length=3)
-    text = [1, 2, 0] * (length // 3)
-    assert said(chat, text, max_tokens - length) == anew(
-        pair, text, max_tokens - length, draft_length=3
-    )
-
-
-def test_texts_of_a_model_that_remembers_tokens():
-    """N-grams, a window of attention and penalties look back, beyond where the text goes on."""
-    config = tiny(
-        vocab_size=50, num_layers=2, positions="rotary", ngram_rows=64, window=8, global_layers=(1,)
-    )
-    model = TransformerLM(config)
-    pair = Pair(target=model, target_params=drawn_params(model))
-    options = dict(
-        drafter=EarlyExitDrafter(model, 1, 2),
-        sampling=chain(penalties(repetition=1.5), temperature(0.5)),
-        seed=1,
-    )
-    chat = Conversation(pair, max_tokens=100, **options)
-    text = [5, 6, 7, *said(chat, [5, 6, 7], 12), 9]
-    assert said(chat, text, 20) == anew(pair, text, 20, prompt_ids=[1], **options)
-    assert chat.tokens_read == 3
+def test_the_longest_text_is_read():
+    pair, text = table_pair(), [1, 2, 0] * 171
+    chat = Conversation(pair, max_tokens=514, draft_length=3)
+    assert said(chat, text, 1) == anew(pair, text, 1, draft_length=3)
 
 
 def test_text_and_stops():

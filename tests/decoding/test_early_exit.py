@@ -5,7 +5,6 @@ no trace in the text.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -20,9 +19,8 @@ from specsamp import (
     temperature,
     top_p,
 )
+from specsamp.decoding.drafters import NoDrafter
 from specsamp.evaluation.audit.readers import WholeTargetDrafter
-from specsamp.mesh.layout import make_mesh
-from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from support.extras import slow_but
 from support.fakes import LayeredTableLM, decode, table_loop
@@ -73,7 +71,6 @@ MODELS = {
         ),
         "cpu",
     ),
-    "relative": TransformerLM(tiny(**SHAPE), "default"),
     "relative, cpu": TransformerLM(tiny(**SHAPE, logit_cap=5.0), "cpu"),
     "learned": TransformerLM(
         tiny(**SHAPE, positions="learned", max_positions=40, norm="layer", tied=False), "default"
@@ -101,30 +98,14 @@ def tokens(completions):
 @functools.cache
 def plain(name):
     """Greedy text, and sampled text of the coupled rule, which no draft changes."""
-    return tokens(
-        generate(
-            pair_of(name),
-            TEXTS,
-            TOKENS,
-            sampling=SAMPLING,
-            rule=CoupledRule(),
-            draft_length=0,
-            seed=3,
-        )
-    )
+    return tokens(drafted(name, lambda target: NoDrafter()))
 
 
 def drafted(name, drafter, pair=None):
-    drafter = drafter(MODELS[name] if pair is None else pair.target)
-    return generate(
-        pair or pair_of(name),
-        TEXTS,
-        TOKENS,
-        sampling=SAMPLING,
-        rule=CoupledRule(),
-        drafter=drafter,
-        seed=3,
-    )
+    """Returns completions of a drafter, which is made for the target."""
+    pair = pair or pair_of(name)
+    options = dict(sampling=SAMPLING, rule=CoupledRule(), seed=3)
+    return generate(pair, TEXTS, TOKENS, drafter=drafter(pair.target), **options)
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "n-grams"))
@@ -138,15 +119,6 @@ def test_text_is_that_of_plain_decoding(name):
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
 
-@pytest.mark.slow
-def test_on_a_mesh():
-    pair = shard(pair_of("n-grams"), make_mesh(2, 2, devices=jax.devices()[:4]))
-    made = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3), pair)
-    assert tokens(made) == plain("n-grams")
-    alone = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3))
-    assert [row.stats for row in made] == [row.stats for row in alone]
-
-
 def test_the_drafter_of_another_target_is_refused():
     with pytest.raises(ValueError, match="not the pair's target"):
-        generate(pair_of("rotary"), TEXTS, 4, drafter=EarlyExitDrafter(MODELS["relative"], 1, 3))
+        generate(pair_of("rotary"), TEXTS, 4, drafter=EarlyExitDrafter(MODELS["learned"], 1, 3))

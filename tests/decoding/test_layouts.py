@@ -1,6 +1,4 @@
-"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows, samples and streams
-agree.
-"""
+"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows and samples agree."""
 
 import dataclasses
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp import BlockRule, Pair, chain, generate, greedy, stream, temperature, top_p
+from specsamp import BlockRule, Pair, chain, generate, temperature, top_p
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
@@ -60,23 +58,6 @@ def test_layouts_and_rows_agree(pairs):
     assert alone[0].tokens == texts["cpu"][7] and alone[1].tokens != texts["cpu"][7]
 
 
-def test_stream_is_generate(pairs):
-    pair = pairs["cpu"]
-    options = dict(
-        max_new_tokens=[5, 17, 30], sampling=SAMPLING, num_samples=2, seed=3, stop=[7, 9]
-    )
-    whole = generate(pair, PROMPTS[3:6], **options)
-    for rounds in (1, 4):
-        tokens = {(row.prompt_index, row.sample_index): [] for row in whole}
-        finish = {}
-        for chunk in stream(pair, PROMPTS[3:6], rounds_per_chunk=rounds, **options):
-            tokens[chunk.prompt_index, chunk.sample_index] += chunk.tokens
-            finish[chunk.prompt_index, chunk.sample_index] = chunk.finish
-        for row in whole:
-            assert tokens[row.prompt_index, row.sample_index] == row.tokens
-            assert finish[row.prompt_index, row.sample_index] == row.finish
-
-
 def test_log_probs_are_those_of_a_scorer(pairs):
     """What generate reports is what scoring the finished text without a cache gives."""
     pair, prompt = pairs["default"], [5, 4, 3]
@@ -93,21 +74,6 @@ def test_log_probs_are_those_of_a_scorer(pairs):
         scored = jax.nn.log_softmax(pair.target.forward(pair.target_params, text).logits_BTV[0, 2:])
         expected = jnp.take_along_axis(scored, jnp.asarray(row.tokens)[:, None], axis=1)[:, 0]
         assert_allclose(row.log_probs, expected, atol=2e-5)
-
-
-def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
-    """A hole or a stale token in the memory of n-grams would cost acceptance."""
-    pair = pairs["cpu"]
-    same = Pair(
-        target=pair.draft,
-        target_params=pair.draft_params,
-        draft=pair.draft,
-        draft_params=pair.draft_params,
-    )
-    drafted = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=3)
-    assert all(c.stats.acceptance_rate == 1 for c in drafted)
-    plain = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=0)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
 
 
 def test_the_loop_may_stand_inside_another_program(pairs):

@@ -35,13 +35,12 @@ from support.fakes import (
     table_loop,
     table_pair,
 )
-from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V
+from support.loop_distributions import FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V
 from support.price import joint_and_price, variation
 
 K, LENGTH = 2, 3
 SAMPLES = 50_000  # the rules themselves are enumerated in sampling/test_lossy.py
 CASES = {
-    "EARS": (EARS(1.0), FAR, FULL),
     "bounded lenience": (Bounded(Lenience(0.1), 0.03), NEAR, NUCLEUS),
     "joint threshold": (JointThreshold(0.5), NEAR, FULL),
 }

@@ -1,7 +1,5 @@
 """Several modules draft what they would draft if the whole text were read at once."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import write_tokens
 from specsamp.sampling.rejection import TokenRule
-from support.extras import slow_but
 from support.fakes import prefill
 from support.heads import LayeredTable, mtp
 from support.loop_distributions import FULL, TARGET, V
@@ -22,24 +19,6 @@ D = 3
 HEAD, MODEL = mtp(V, num_modules=D), LayeredTable(V)
 WEIGHTS = Weights(target=TARGET, draft=HEAD.prepare(drawn_params(HEAD)))
 PROMPTS = [[0], [2, 1, 2, 1], [1, 2, 1, 2, 2, 0, 1]]
-
-
-def module_loop(K=D, drafter=ModuleDrafter, **options):
-    return Loop(target=MODEL, drafter=drafter(MODEL, HEAD, K), rule=TokenRule(), **options)
-
-
-def started(loop, samples=4):
-    return prefill(
-        loop,
-        TARGET,
-        WEIGHTS.draft,
-        PROMPTS,
-        20,
-        FULL,
-        samples=samples,
-        slots=40,
-        prompt_ids=range(3),
-    )
 
 
 @jax.jit
@@ -77,34 +56,14 @@ def error(loop, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("K", [D, 1])
-def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
-    loop = module_loop(K)
-    state, sizes = started(loop), set()
+def test_every_round_drafts_as_if_the_text_were_read_at_once():
+    """Prompts that are read in chunks: test_next_round.py."""
+    loop = Loop(target=MODEL, drafter=ModuleDrafter(MODEL, HEAD, D), rule=TokenRule())
+    options = dict(samples=4, slots=40, prompt_ids=range(3))
+    state, sizes = prefill(loop, TARGET, WEIGHTS.draft, PROMPTS, 20, FULL, **options), set()
     for _ in range(6):
         assert error(loop, state) < 1e-5
         before_B = np.asarray(state.lengths_B)
         state = loop.run(WEIGHTS, state, 1)
         sizes |= set((np.asarray(state.lengths_B) - before_B).tolist())
-    assert sizes == set(range(1, K + 2)), "rounds of every size"
-
-
-@pytest.mark.parametrize(
-    "at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (False, 3))
-)
-def test_prompts_read_in_chunks(at_once, chunk):
-    """One call reads all, or each chunk has a call of its own, as in a service, and ends where the
-    next begins.
-    """
-    loop = module_loop()
-    whole = started(loop)
-    state, starts_B = None, jnp.zeros_like(whole.lengths_B)
-    while (starts_B < whole.lengths_B).any():
-        ends_B = whole.lengths_B if at_once else jnp.minimum(starts_B + chunk, whole.lengths_B)
-        bare = None if state is None else dataclasses.replace(state, request=None)
-        state = loop.extend(
-            WEIGHTS, whole.request, bare, whole.tokens_BS, starts_B, ends_B, chunk=chunk
-        )
-        starts_B = ends_B
-    assert error(loop, state) < 1e-5
-    assert error(loop, loop.run(WEIGHTS, state, 3)) < 1e-5
+    assert sizes == set(range(1, D + 2)), "rounds of every size"

@@ -13,7 +13,7 @@ import pytest
 
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.conversation import Conversation
-from specsamp.decoding.drafters import ModuleDrafter, ParallelDrafter
+from specsamp.decoding.drafters import FeatureDrafter, ModuleDrafter, ParallelDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
@@ -185,7 +185,11 @@ def decode_session(rows):
     assert rows.prefill.tokens_copied > 60
 
 
-@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "model", "voting", "EAGLE-3 tree"))
+# Other trees move the target's cache alone.
+KINDS = [kind for kind in DRAFTERS if kind not in ("early exit tree", "Medusa tree")]
+
+
+@pytest.mark.parametrize("kind", slow_but(KINDS, "model", "EAGLE-3 tree"))
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
     other sizes.
@@ -193,7 +197,10 @@ def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
     decode_session(Batch(*DRAFTERS[kind]()))
 
 
-@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "parallel"))
+TURNS = "parallel", "tokenizer", "window", "voting", "EAGLE-3", "modules", "DSpark", "model tree"
+
+
+@pytest.mark.parametrize("kind", slow_but(TURNS, "parallel"))
 def test_turns_of_a_conversation_are_those_of_whole_texts(kind):
     """What is accepted does not depend on the noise: other drafts are another text."""
     pair, drafter, *_ = DRAFTERS[kind]()
@@ -226,12 +233,22 @@ class KeepsTooLittle(ModuleDrafter):
     kept = property(lambda self: self.modules + 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class ForgetsTheEdge(FeatureDrafter):
+    """Reads each chunk without the last feature of the chunk before."""
+
+    def read(self, weights, state, *rest):
+        forgetful = dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD))
+        return super().read(weights, forgetful, *rest)
+
+
 MUTANTS = [
     ("model", mutants.HoleInTheCache),
     ("model", mutants.NeverCatchesUp),
     ("parallel", SeesMasks),
     ("parallel", LeavesMasks),
     ("EAGLE-3", mutants.OfTheWrongRow),
+    ("EAGLE-3", ForgetsTheEdge),
     ("model tree", tree_mutants.DraftNotMoved),
     ("modules", LooksNowhere),
     ("modules", KeepsTooLittle),

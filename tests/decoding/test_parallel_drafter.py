@@ -1,11 +1,10 @@
-"""A draft model in one call: texts are exact, and its distributions are those of the model on text
-and masks.
+"""A draft model in one call: its distributions are those of the model on text and masks. Texts:
+test_pairs.py; masks in the cache: test_next_round.py.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.decoding.drafters.parallel import ParallelDrafter
@@ -15,37 +14,9 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
-from specsamp.sampling.warp import chain, temperature
+from specsamp.sampling.warp import chain
 from support import golden
-from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
-from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, distribution_test
 from support.weights import drawn_params
-
-
-def drafter(K=3, model=TableLM(V), **options):
-    return ParallelDrafter(model, K, mask_id=1, **options)
-
-
-def test_the_text_has_the_distribution_of_the_target():
-    loop = table_loop(TokenRule(), drafter())
-    found = distribution_test(loop, NEAR, FULL, length=3, samples=30_000, powered=False)
-    assert found > FALSE_ALARM
-
-
-class ReadsTwoTokens(ParallelDrafter):
-    """Reads only two known tokens, as a model that drafts token by token: accepted tokens remain
-    masks in the cache.
-    """
-
-    first_window = 2
-
-
-@pytest.mark.parametrize("kind, perfect", [(ParallelDrafter, True), (ReadsTwoTokens, False)])
-def test_the_first_token_of_a_perfect_draft_is_accepted_always(kind, perfect):
-    loop = table_loop(TokenRule(), kind(TableLM(V), 3, mask_id=1))
-    run = decode(loop, TARGET, TARGET, PROMPTS, 20, chain(temperature(1.0)), samples=100)
-    accepted = int(run.state.stats.accepted_BT[:, 1:].sum())
-    assert (accepted == int(run.state.stats.reached_BK[:, 0].sum())) == perfect
 
 
 def marginals(model, params, tokens_BS, length, K, mask):

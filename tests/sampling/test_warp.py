@@ -195,11 +195,6 @@ def test_every_row_has_its_own_numbers(shape):
             chain(*(WARPS[name](column[b]) for name, column in columns.items())), logits[b : b + 1]
         )
         assert_same_distribution(together[b], alone[0], atol=1e-6)
-        expected, undecided = oracle(
-            logits[b : b + 1], *((name, column[b]) for name, column in columns.items())
-        )
-        assert not undecided.any()
-        assert_same_distribution(together[b], expected[0])
     sizes = np.asarray(together > -np.inf).reshape(4, -1, 130).sum(-1)
     # The rows do differ.
     assert (sizes[0] == 1).all() and (sizes[1] <= 2).all() and (sizes[2] == 130).all()

@@ -31,7 +31,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import Growth, TreeShape
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from support.heads import WIDTH, block, dflash2, dspark, eagle1, eagle3, medusa, mtp
+from support.heads import WIDTH, dflash2, dspark, eagle3, medusa, mtp
 from support.weights import drawn_params
 
 V, LAYERS, K = 24, 2, 3
@@ -194,15 +194,11 @@ DRAFTERS = {
     ),
     "early exit": Kind(alone, lambda pair: EarlyExitDrafter(pair.target, 1, K)),
     "window": Kind(alone, lambda pair: WindowDrafter(pair.target, K, window=5, sinks=2)),
-    "whole window": Kind(alone, lambda pair: WindowDrafter(pair.target, K, window=200), ALL, K),
     "choosing": Kind(with_params(choices), lambda pair: InTurn(choices(pair)), ALL),
     "voting": Kind(with_params(voters), lambda pair: EqualVotes(voters(pair)), ALL),
-    "EAGLE-1": of_head(functools.partial(eagle1, **LAST), FeatureDrafter, K=K),
     "EAGLE-3": of_head(EAGLE, FeatureDrafter, K=K),
-    "MTP": of_head(functools.partial(mtp, **LAST), FeatureDrafter, K=K),
     "Medusa": of_head(MEDUSA, FeatureDrafter, K=K),
     "modules": of_head(functools.partial(mtp, num_modules=K, **LAST), ModuleDrafter, K=K),
-    "DFlash": of_head(functools.partial(block, **BLOCK), BlockDrafter, K=K),
     "DFlash 2": of_head(functools.partial(dflash2, **BLOCK), BlockDrafter, K=K),
     "DSpark": of_head(DSPARK, BlockDrafter, K=K),
     "model tree": Kind(twice, lambda pair: ModelTree(pair.draft, tree=TREE), (0, TREE.K), K),

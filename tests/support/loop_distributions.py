@@ -5,7 +5,7 @@ itself.
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
+from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_p
 from support.fakes import (
@@ -26,7 +26,6 @@ PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
 FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
-STOPPED = Adaptive(lengths=(3,), stop=Confidence(0.3))
 # Some rows want one token, some two, and some pause and try again: all widths, and catching up, in
 # a few rounds.
 RESTLESS = Adaptive(

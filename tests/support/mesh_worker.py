@@ -1,7 +1,6 @@
-"""One process of a job on CPU devices, as test_processes.py starts it.
+"""One process of a job on CPU devices, as test_distributed.py starts it.
 
-PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES
---process_id=PROCESS
+PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT --process_id=PROCESS
 """
 
 import dataclasses
@@ -221,20 +220,14 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
-    scenario, folder, port, count = (
-        sys.argv[1],
-        pathlib.Path(sys.argv[2]),
-        sys.argv[3],
-        int(sys.argv[4]),
-    )
-    index = int(sys.argv[5].removeprefix("--process_id="))
+    scenario, folder, port, process = sys.argv[1:]
+    index = int(process.removeprefix("--process_id="))
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8 // count)
+    jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_default_matmul_precision", "float32")
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_disable_most_optimizations", True)  # much is compiled here, little runs
     if scenario == "other_code" and index == 1:
         distributed.code_version = lambda: "specsamp 0000"
-    if count > 1:
-        distributed.start(f"127.0.0.1:{port}", count, index)
-    SCENARIOS.get(scenario, SCENARIOS["nothing"])(folder)
+    distributed.start(f"127.0.0.1:{port}", 2, index)
+    SCENARIOS.get(scenario, SCENARIOS["nothing"])(pathlib.Path(folder))

@@ -26,13 +26,6 @@ class WrongOrder(RecursiveRule):
         return jnp.flip(accept_BC, 1), weights_BV
 
 
-class NotNormalisedAgain(RecursiveRule):
-    """After a refusal the draft's distribution still has the refused token."""
-
-    def judge(self, target_BV, draft_BV, family):
-        return RecursiveRule("independent").judge(target_BV, draft_BV, family)
-
-
 class KeepsTheSecond(RecursiveRule):
     """After two rejections the draft's distribution still has the second rejected token."""
 
