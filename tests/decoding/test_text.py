@@ -254,6 +254,38 @@ def test_a_token_that_is_a_stop_text_hides_none_that_begins_before_it():
     assert stops.text(Continuation(text), tokens) == "x"
 
 
+@pytest.mark.parametrize("style", ["llama2", "gemma", "qwen"])
+def test_a_prompt_that_ends_inside_a_long_run_of_bytes_is_continued(style):
+    text = tokenizer(style)
+    tokens = text.encode("a " + "ሰላም ለዓለም" * 3)
+    for start in range(1, len(tokens) + 1):
+        decoder = Continuation(text, tokens[:start])
+        assert Continuation(text).complete(tokens[:start]) + decoder.decode(
+            tokens[start:]
+        ) == text.decode(tokens)
+        assert REPLACED not in decoder.decode(tokens[start:]), start
+
+
+@pytest.mark.parametrize("style", ["llama2", "gemma", "qwen"])
+def test_a_prompt_that_ends_with_a_replacement_character_is_not_repeated(style):
+    text = tokenizer(style)
+    prompt, rest = text.encode("a" + REPLACED), text.encode("bc")[-1:]
+    assert Continuation(text, prompt).decode(rest) == text.decode([*prompt, *rest]).removeprefix(
+        "a" + REPLACED
+    )
+
+
+def test_a_budget_that_ends_inside_a_character_loses_none_before_it():
+    text = tokenizer("llama2")
+    tokens = text.encode("ሰላም")[:-1]
+    assert (
+        text.decode(tokens) == "ሰላ" + REPLACED and text._tokenizer.decode(tokens) == REPLACED * 8
+    ), "the control"
+    pieces = TextStream(Continuation(text))
+    shown = [pieces.push(tokens[: end + 1], end + 1 == len(tokens)) for end in range(len(tokens))]
+    assert "".join(shown) == "ሰላ" + REPLACED and shown[:5] == ["", "", "", "", "ሰ"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Script(ByteTokenizer):
     """Gives id n the n-th token of a text, so that a model that counts writes the text."""

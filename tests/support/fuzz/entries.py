@@ -4,8 +4,11 @@ have alone.
 
 import contextlib
 import dataclasses
+import http.client
+import json
 import pathlib
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from specsamp.serving.orders import FirstCome, ShortestFirst
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fuzz.streams import Different, asks, replay
+from support.services import serving
 from support.services import submit as submit_request
 
 SLICES = 2000  # more than any stream takes
@@ -322,6 +326,53 @@ def submit(service, ask, deliver):
     )
 
 
+def endpoint(stream):
+    """Decodes with the HTTP endpoint, all requests at once."""
+    with small_sizes():
+        service = make_service(stream.setting, stream.rows)
+        service.start()
+    found = asks(stream, lambda number: (stream.seed + number, 0, 0), own_lengths=True)
+    try:
+        with serving(service) as server, ThreadPoolExecutor(len(found)) as threads:
+            replies = list(threads.map(lambda ask: post_completion(server, ask), found))
+    finally:
+        service.close()
+        service.join()
+    for ask, (text, finish) in zip(found, replies):
+        if (text, finish) != (ask.text, ask.finish):
+            raise Different(f"{text!r}, {finish} instead of {ask.text!r}, {ask.finish}\n  of {ask}")
+
+
+def post_completion(server, ask):
+    """Returns text and finish; the pieces of a streamed text are joined."""
+    body = dict(
+        model="bytes",
+        prompt=list(ask.prompt),
+        max_tokens=ask.budget,
+        temperature=ask.heat,
+        seed=ask.address[0],
+        stop=list(ask.stop_texts),
+        stop_token_ids=list(ask.stop_ids),
+        stream=ask.drawn.tokens % 2 == 0,
+    )
+    if ask.draft_length is not None:
+        body["draft_length"] = ask.draft_length
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        reply = connection.getresponse().read().decode()
+    if not body["stream"]:
+        (choice,) = json.loads(reply)["choices"]
+        return choice["text"], choice["finish_reason"]
+    lines = [
+        line.removeprefix("data: ") for line in reply.splitlines() if line.startswith("data: {")
+    ]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
 ENTRIES = {
     "queue": queue,
     "log": log,
@@ -329,4 +380,5 @@ ENTRIES = {
     "stream": streamed,
     "conversation": conversation,
     "service": service,
+    "endpoint": endpoint,
 }

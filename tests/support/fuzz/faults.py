@@ -1,5 +1,5 @@
-"""Planted faults of admission, prefix copies, resizing, chunking and cancellation: each must be
-found.
+"""Planted faults of admission, prefix copies, resizing, chunking, insertion and cancellation: each
+must be found.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ import textwrap
 
 import jax
 
-from specsamp.decoding import engine
+from specsamp.decoding import adaptive, batch_rows, engine, loop
 from specsamp.models import cache, slots
-from specsamp.serving import batch, prefill
+from specsamp.serving import batch, prefill, scheduler
 from specsamp.serving import slots as slot_table
 from support.fuzz.settings import SETTINGS
 
@@ -34,13 +34,17 @@ class Fault:
     changes: tuple[Change, ...]
     entries: tuple[str, ...]
     kinds: tuple[str, ...] = ("none", "model")
+    adapts: tuple[bool, ...] = (False, True)
 
     @property
     def settings(self):
         return [
             one
             for one in SETTINGS
-            if one.entry in self.entries and one.kind in self.kinds and one.shards == 1
+            if one.entry in self.entries
+            and one.kind in self.kinds
+            and one.adapts in self.adapts
+            and one.shards == 1
         ]
 
 
@@ -64,6 +68,26 @@ FAULTS = {
         ),
         ("queue",),
         ("none",),
+    ),
+    "a paused drafter is taken for one that has read all": Fault(
+        (
+            Change(engine.Engine, "num_held", "if seen_B is None", "if True"),
+            Change(adaptive.Adaptive, "begin", "seen_B=lengths_B if", "seen_B=lengths_B - 1 if"),
+            Change(
+                loop.Loop,
+                "extend",
+                "caches = state.cache, state.drafter_state\n",
+                "caches = state.cache, state.drafter_state\n"
+                "                adapts = state.adaptive_state is not None\n"
+                "                if adapts and state.adaptive_state.seen_B is not None:\n"
+                "                    seen_B = jnp.maximum(state.adaptive_state.seen_B, 0)\n"
+                "                    start_B = jnp.minimum(start_B, seen_B)\n",
+            ),
+            MOVED,
+            NOT_CHECKED,
+        ),
+        ("service",),
+        adapts=(True,),
     ),
     "a prefix is copied two tokens too long": Fault(
         (
@@ -92,6 +116,18 @@ FAULTS = {
         (Change(prefill.Prefill, "read", "[end if entry", "[end + 1 if entry"),),
         ("queue", "service"),
     ),
+    "rows are inserted in another order": Fault(
+        (
+            Change(
+                batch_rows,
+                "_write_rows",
+                "row = new[n : n + 1]",
+                "row = new[len(at_N) - 1 - n :][:1]",
+            ),
+        ),
+        ("queue",),
+        ("none",),
+    ),
     "another row ends with a caller that has left": Fault(
         (
             Change(
@@ -99,6 +135,29 @@ FAULTS = {
                 "collect",
                 "late[row] = finish_B",
                 "late[row - 1] = finish_B",
+            ),
+        ),
+        ("service",),
+    ),
+    "prompts that are read together have each other's numbers": Fault(
+        (
+            Change(
+                engine.Engine,
+                "extend",
+                "arrays = self.arrays(requests)",
+                "arrays = self.arrays(requests[::-1])",
+            ),
+        ),
+        ("queue",),
+        ("none",),
+    ),
+    "a waiting request goes with a caller that has left": Fault(
+        (
+            Change(
+                scheduler.Scheduler,
+                "finish",
+                "entries.remove(entry)",
+                "entries.remove(entries[-1])",
             ),
         ),
         ("service",),

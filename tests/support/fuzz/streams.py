@@ -248,21 +248,22 @@ def alone(setting, prompt, heat, address, draft_length):
     return tokens, begins
 
 
-def _begin(setting, drafter, prompt, heat, address, budget, **changes):
-    """Returns an engine, and a request with other numbers."""
+def _decode(setting, drafter, prompt, heat, address, draft_length):
     engine, method = _engine(
         setting.pair, drafter, setting.rule, setting.slots, setting.most_budget
     )
     seed, prompt_id, sample = address
     method = dataclasses.replace(method, sampling=chain(temperature(heat)))
-    asked = dict(seed=seed, prompt_ids=[prompt_id], stop=[])
-    (request,) = make_requests(setting.pair, method, [list(prompt)], budget, **asked)
-    return engine, dataclasses.replace(request, sample_index=sample, **changes)
-
-
-def _decode(setting, drafter, prompt, heat, address, draft_length):
-    given = setting, drafter, prompt, heat, address, setting.most_budget
-    engine, request = _begin(*given, draft_length=draft_length)
+    (request,) = make_requests(
+        setting.pair,
+        method,
+        [list(prompt)],
+        setting.most_budget,
+        seed=seed,
+        prompt_ids=[prompt_id],
+        stop=[],
+    )
+    request = dataclasses.replace(request, sample_index=sample, draft_length=draft_length)
     state = engine.run(engine.prefill([request], width=setting.most_prompt))
     (text,) = engine.take(state, [request])
     emitted = slice(len(prompt), len(prompt) + len(text.tokens))
@@ -283,8 +284,21 @@ def replay(setting, ask, begins):
     """Returns the tokens of a request alone, whose rounds draft as many tokens as ``begins`` has
     recorded.
     """
-    given = setting, setting.drafter, ask.prompt, ask.heat, ask.address, ask.budget
-    engine, request = _begin(*given)
+    engine, method = _engine(
+        setting.pair, setting.drafter, setting.rule, setting.slots, setting.most_budget
+    )
+    seed, prompt_id, sample = ask.address
+    method = dataclasses.replace(method, sampling=chain(temperature(ask.heat)))
+    (request,) = make_requests(
+        setting.pair,
+        method,
+        [list(ask.prompt)],
+        ask.budget,
+        seed=seed,
+        prompt_ids=[prompt_id],
+        stop=[],
+    )
+    request = dataclasses.replace(request, sample_index=sample)
     state = engine.prefill([request], width=setting.most_prompt)
     for begin in begins:
         if begin:
