@@ -27,19 +27,13 @@ from specsamp.models.int8 import summed_axes
 from specsamp.models.transformer import TransformerLM
 from specsamp.storage import place
 from specsamp.training.data import train_tokenizer
-from support.checkpoint_shapes import edit
+from support.checkpoint_shapes import edit, random_params
 from support.heads import layer_config
 from support.weights import drawn_params
 
 SHAPE = {"vocab_size": 300, "width": 16, "num_heads": 2, "num_layers": 1}
 TARGET = tiny(**SHAPE)
 DRAFT = tiny(**SHAPE | {"width": 12, "positions": "rotary"})
-
-
-def random_params(config, seed):
-    rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,13 @@ The module itself is compared with NumPy in checkpoints/test_golden.py, EAGLE's
 heads in checkpoints/test_heads.py.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from support.heads import medusa, mtp
+from support.heads import medusa
 from support.weights import drawn_params
 
 V, D = 16, 8
@@ -43,29 +41,3 @@ def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
     head = medusa(V, 2, own_output=False)
     weights, hidden = head.prepare(head.init(jax.random.key(0))), jnp.ones((1, 1, D))
     assert_array_equal(head.logits(weights, hidden, lambda x_BTD: x_BTD, 1), hidden)
-
-
-def test_switches_of_a_module():
-    """``hidden_first`` exchanges halves of the projection, ``norm_output`` returns what the output
-    would multiply by.
-    """
-    params = drawn_params(mtp(V), noise=0.3)
-    module = params["module_0"]
-    exchanged = {"module_0": module | {"fc": jnp.concatenate([module["fc"][D:], module["fc"][:D]])}}
-    rows = jax.random.normal(jax.random.key(0), (2, 1, 5, D))
-
-    def run(params, **switches):
-        head = mtp(V, **switches)
-        weights = head.prepare(params)
-        returned, _ = head(weights, *rows, jnp.zeros(1, jnp.int32), None)
-        return returned, head.logits(weights, returned, lambda x_BTD: x_BTD)
-
-    plain, other = run(params, hidden_first=False), run(params, hidden_first=True)
-    jax.tree.map(
-        functools.partial(assert_allclose, atol=1e-5),
-        run(exchanged, hidden_first=True),
-        plain,
-    )
-    assert np.abs(plain[0] - other[0]).max() > 0.01
-    for part in run(params, hidden_first=False, norm_output=True):
-        assert_array_equal(part, plain[1])

@@ -5,7 +5,6 @@ their target.
 import dataclasses
 import io
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -124,20 +123,6 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at
     assert again.asked == list(range(resumed, TRAIN.steps))
     assert metrics(tmp_path / "run") == metrics(folder)
     jax.tree.map(assert_array_equal, resumed_state, state)
-
-
-def test_a_lost_position_in_the_data_would_be_seen(whole, tmp_path):
-    """The control."""
-    with pytest.raises(Killed):
-        run(tmp_path / "run", data=Breaking(4))
-    run(
-        tmp_path / "run",
-        data=types.SimpleNamespace(batch=lambda step, size: DATA.batch(step - 4, size)),
-    )
-    assert losses(tmp_path / "run")[:4] == losses(whole[0])[:4]
-    assert all(
-        a != b for a, b in zip(losses(tmp_path / "run")[4:], losses(whole[0])[4:], strict=True)
-    )
 
 
 def test_what_is_logged(whole):
