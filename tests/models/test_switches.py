@@ -5,7 +5,6 @@ That a switch computes what its family means is tested against transformers, in 
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ import pytest
 from specsamp.models.config import tiny
 from specsamp.models.positions import RotaryScaling
 from specsamp.models.transformer import TransformerLM
-from support.enumeration import COMPILE_FAST
+from support.calls import call, forward, some_tokens, stale_cache
 from support.extras import slow_but
+from support.weights import drawn_params
 
 LENGTH, CHUNK, SLOTS, WINDOW = 15, 5, 20, 4
 CLOSE = 1e-5
@@ -53,38 +53,6 @@ MODELS = {
 }
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
-call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
-forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
-
-
-@functools.cache
-def random_params(config):
-    """Every parameter is random, biases and scales included."""
-    rng = np.random.default_rng(0)
-
-    def fill(path, leaf):
-        return jnp.asarray(
-            rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else np.sqrt(config.width))
-            + ("scale" == path[-1].key),
-            jnp.float32,
-        )
-
-    return jax.tree.map_with_path(
-        fill, jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
-    )
-
-
-def some_tokens(batch, length, seed=0):
-    return np.random.default_rng(seed).integers(0, 60, size=(batch, length), dtype=np.int32)
-
-
-def stale_cache(model, batch=3):
-    rng = np.random.default_rng(9)
-    return jax.tree.map(
-        lambda x: jnp.asarray(10 * rng.normal(size=x.shape), x.dtype),
-        model.init_cache(batch, SLOTS),
-    )
-
 
 def assert_close(actual, expected):
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=CLOSE * 5, rtol=0)
@@ -98,14 +66,14 @@ def test_taking_tokens_back_equals_never_having_gone_there(name):
     Embeddings of n-grams are added, so that tokens before a call are read from the cache.
     """
     config = dataclasses.replace(MODELS[name], ngram_rows=32)
-    params = random_params(config)
+    params = drawn_params(TransformerLM(config), noise=0.3)
     first, other, starts = some_tokens(3, LENGTH), some_tokens(3, CHUNK, seed=5), (2, 5, 9)
     straight = first.copy()
     for b, start in enumerate(starts):
         straight[b, start : start + CHUNK] = other[b]
     expected = forward(TransformerLM(config), params, straight).logits_BTV
     for model in (TransformerLM(config), TransformerLM(config, weight_order="cpu")):
-        weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
+        weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model, SLOTS)
         for start in range(0, LENGTH, CHUNK):
             cache = call(
                 model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache
@@ -121,7 +89,8 @@ def test_a_window_is_exactly_that_wide(config):
     if config.window is None:
         config = dataclasses.replace(config, window=WINDOW)
     config = dataclasses.replace(config, num_layers=1, global_layers=())
-    params, tokens = random_params(config), some_tokens(1, LENGTH)
+    params = drawn_params(TransformerLM(config), noise=0.3)
+    tokens = some_tokens(1, LENGTH)
 
     def score(tokens):
         return np.asarray(forward(TransformerLM(config), params, tokens).logits_BTV[0, :, :50])
@@ -137,9 +106,9 @@ def test_scratch_slots_beyond_learned_positions_do_no_harm():
     model, tokens = TransformerLM(config), some_tokens(1, 8)
     output = call(
         model,
-        model.fit_slots(model.prepare(random_params(config)), SLOTS),
+        model.fit_slots(model.prepare(drawn_params(model, noise=0.3)), SLOTS),
         tokens,
         jnp.asarray([12]),
-        stale_cache(model, 1),
+        stale_cache(model, SLOTS, 1),
     )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output))

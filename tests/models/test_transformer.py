@@ -13,15 +13,13 @@ from specsamp.models import attention
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
+from support.calls import call, forward, some_tokens, stale_cache
 from support.extras import slow_but
 from support.weights import drawn_params
 
 VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]
 LENGTH, SLOTS, CHUNK = 14, 20, 5  # of the sequences; of the cache, with headroom; of a round
 CLOSE = 1e-5  # absolute, on logits of size one to five in float32
-
-call = jax.jit(TransformerLM.__call__, static_argnums=0, static_argnames="hidden_layers")
-forward = jax.jit(TransformerLM.forward, static_argnums=0, static_argnames="hidden_layers")
 
 
 @functools.cache
@@ -31,20 +29,6 @@ def model_and_params(scheme, kv_heads=4, **changes):
     """
     model = TransformerLM(tiny(positions=scheme, num_kv_heads=kv_heads, **changes))
     return model, drawn_params(model, seed=kv_heads, noise=0.15)
-
-
-def some_tokens(batch, length, seed=0):
-    return np.random.default_rng(seed).integers(0, 64, size=(batch, length), dtype=np.int32)
-
-
-def stale_cache(model, batch=3, slots=SLOTS, size=10.0):
-    """Returns a cache full of entries of rejected tokens."""
-    rng = np.random.default_rng(9)
-
-    def garbage(leaf):
-        return jnp.asarray(size * rng.normal(size=leaf.shape), leaf.dtype)
-
-    return jax.tree.map(garbage, model.init_cache(batch, slots))
 
 
 def at(*starts):
@@ -71,7 +55,7 @@ def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
     whole = forward(model, params, tokens[:, :LENGTH])
     expected = np.asarray(whole.logits_BTV)
     assert whole.cache is None and expected.dtype == np.float32 and np.std(expected) > 0.5
-    weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
+    weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model, SLOTS)
     lengths, widths_seen, spreads = np.zeros(3, int), set(), set()
     while (lengths < LENGTH).any():
         width = int(rng.choice([1, CHUNK]))
@@ -107,7 +91,7 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
     length = attention.MAX_BATCHED_ROWS // batch + 1
     slots = length + batch
     weights, tokens = model.fit_slots(model.prepare(params), slots), some_tokens(batch, length)
-    starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, batch, slots, size=1.0)
+    starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, slots, batch, size=1.0)
     together = call(model, weights, tokens, starts, cache)
     for rows in (slice(0, batch // 2 + 1), slice(batch // 2, batch)):
         part = call(
@@ -170,27 +154,6 @@ def test_one_layer_of_relative_positions_equals_the_naive_loop(kv_heads):
         assert_close(logits[b], oracle(model.config, params, tokens[b]))
 
 
-def test_prepare_folds_the_relative_keys():
-    """The D x D matrices are no longer among the weights; the tables of each layer count."""
-    model, params = model_and_params("relative", 2)
-    folded = model.fit_slots(model.prepare(params), SLOTS)
-
-    def names(tree):
-        return {path[-1].key for path, _ in jax.tree.leaves_with_path(tree)}
-
-    assert names(params) - names(folded["params"]) == {"relative"}
-    assert "relative" in params["layer_0"]["attention"]  # the caller's own are left alone
-    assert [table.shape for table in folded["relative_keys"]] == [(2, SLOTS, 8)] * 2
-    tokens, starts, cache = (
-        some_tokens(3, CHUNK),
-        at(0, 5, SLOTS - CHUNK),
-        stale_cache(model, size=1.0),
-    )
-    with_tables = call(model, folded, tokens, starts, cache).logits_BTV
-    wrong = folded | {"relative_keys": folded["relative_keys"][::-1]}
-    assert np.abs(call(model, wrong, tokens, starts, cache).logits_BTV - with_tables).max() > 1e-2
-
-
 @pytest.mark.parametrize("scheme, kv_heads", [("relative", 2), ("rotary", 1)])
 def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     """8 bits of mantissa: the error's root mean square is below 2% of the logits' own."""
@@ -198,7 +161,7 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     half, _ = model_and_params(scheme, kv_heads, num_layers=1, dtype="bfloat16")
     weights, tokens = half.fit_slots(half.prepare(params), SLOTS), some_tokens(3, LENGTH)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
-    output = call(half, weights, tokens, at(0, 0, 0), stale_cache(half))
+    output = call(half, weights, tokens, at(0, 0, 0), stale_cache(half, SLOTS))
     assert output.logits_BTV.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(output.cache)} == {jnp.dtype("bfloat16")}
     expected = forward(model, params, tokens).logits_BTV

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
-from specsamp.training.held_out import evaluate
 from specsamp.training.layerskip import LayerSkip, loss_weights, read_layers
-from specsamp.training.trainer import TrainConfig, init_state, train_step
+from specsamp.training.trainer import TrainConfig, train_step
 from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params
 
@@ -146,27 +144,3 @@ def test_the_loss_is_the_weighted_sum(params):
 
 
 one_step = jax.jit(train_step, static_argnums=(0, 1))
-
-
-@pytest.mark.slow
-def test_exits_learn_to_draft(params):
-    """The target accepts more of its exits' tokens than one trained on text alone, and reads as
-    well.
-    """
-
-    def trained(task):
-        state = init_state(task, TRAIN, params)
-        for number in range(TRAIN.steps):
-            state, numbers = one_step(
-                task, TRAIN, state, None, DATA.batch(number, TRAIN.batch)[None]
-            )
-        assert np.isfinite(numbers["loss"])
-        return evaluate(
-            TASK, state.params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1])
-        )
-
-    skipping, control = trained(TASK), trained(TrainModel(MODEL))
-    for exit_layer, gain in ((1, 0.1), (2, 0.05)):
-        name = f"acceptance/exit_{exit_layer} (temperature 1)"
-        assert skipping[name] > control[name] + gain, (name, skipping[name], control[name])
-    assert skipping["loss"] < control["loss"] + 0.1 < 1 < np.log(V)

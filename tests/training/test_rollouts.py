@@ -3,7 +3,6 @@ and drafts that follow.
 """
 
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -104,7 +103,7 @@ def whole(tmp_path_factory):
     return folder, run(folder, LEARNING, draft_task=DRAFT)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@jax.jit
 def forward(params, tokens_BT, warp):
     """The log-probability of every token under some parameters, by one call over whole texts."""
     logits_BTV = PAIR.target.forward(params, tokens_BT[:, :-1]).logits_BTV
