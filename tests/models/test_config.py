@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from models.test_switches import MODELS
+from models.test_transformer import MODELS
 from specsamp.models.config import (
     ExpertsConfig,
     TransformerConfig,
@@ -40,11 +40,7 @@ def count(config):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes_of(config)))
 
 
-CONFIGS = {
-    f"{positions}, {name}": tiny(positions=positions, **changes)
-    for positions in ("relative", "rotary")
-    for name, changes in SHAPES.items()
-} | MODELS
+CONFIGS = {name: tiny(**changes) for name, changes in SHAPES.items()} | MODELS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,14 +14,12 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
 from specsamp.training.layerskip import LayerSkip, loss_weights, read_layers
-from specsamp.training.trainer import TrainConfig, train_step
 from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params
 
 V, LENGTH = 16, 12
 MODEL = TransformerLM(tiny(vocab_size=V, width=16, num_layers=4, num_heads=2, positions="rotary"))
-TRAIN = TrainConfig(steps=150, batch=16, warmup_steps=4, learning_rate=1e-2)
-TASK = LayerSkip(model=MODEL, steps=TRAIN.steps, rotation=2, exit_scale=1.0)
+TASK = LayerSkip(model=MODEL, steps=150, rotation=2, exit_scale=1.0)
 KEY = jax.random.key(0)
 TWO_DECIMALS = {"atol": 5.1e-5}  # of numbers given to four decimals
 
@@ -141,6 +139,3 @@ def test_the_loss_is_the_weighted_sum(params):
     assert_allclose(
         metrics["text_loss"], jax.jit(TrainModel(MODEL).loss)(params, None, rows, KEY)[0], rtol=1e-5
     )
-
-
-one_step = jax.jit(train_step, static_argnums=(0, 1))

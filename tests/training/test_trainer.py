@@ -3,8 +3,6 @@ their target.
 """
 
 import dataclasses
-import io
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
-from rich.console import Console
 
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
@@ -29,6 +26,7 @@ from specsamp.training.trainer import (
 )
 from specsamp.training.training_task import TrainModel
 from support.extras import slow_but
+from support.training import metrics, quiet
 from support.weights import drawn_params
 
 V, LENGTH = 32, 8
@@ -66,18 +64,9 @@ def run(
         held_out=HELD_OUT,
         intervals=intervals,
         mesh=mesh or mesh_of(devices),
-        console=Console(file=io.StringIO()),
+        console=quiet(),
         **options,
     )
-
-
-def metrics(folder):
-    """Returns all records without fields that depend on the clock."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in record.items() if name != "tokens_per_second"}
-        for record in records
-    ]
 
 
 def losses(folder):
@@ -303,18 +292,14 @@ def target():
     return model, {**params, "embedding": params["embedding"] * 4}
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "total_variation"])
-def test_a_draft_gets_closer_to_its_target(target, params, objective):
+def test_a_draft_gets_closer_to_its_target(target, params):
     model, teacher_params = target
-    task, config = (
-        TrainModel(MODEL, model, objective),
-        TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2),
-    )
+    task = TrainModel(MODEL, model, "total_variation")
+    config = TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
     state = init_state(task, config, params)
-    judge = TrainModel(MODEL, model)  # one program for all objectives
 
     def acceptance(state):
-        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))[
+        return evaluate(task, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))[
             "acceptance (temperature 1)"
         ]
 
