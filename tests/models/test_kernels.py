@@ -206,10 +206,12 @@ def test_only_blocks_that_are_seen_are_fetched(window):
     ],
 )
 def test_rows_are_appended_as_they_are(dtype, length):
-    """Each row at its own start, across the edges of tiles, and nothing else is written."""
-    slots, start = 384, starts_of(4, 384, length)
-    caches = [(20 * drawn(4, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
-    new = [(20 * drawn(4, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
+    """Each row at its own start, across the edges of tiles, and nothing else is written; what is
+    beyond either end is dropped.
+    """
+    slots, start = 384, jnp.concatenate([starts_of(4, 384, length), jnp.array([-5, 383])])
+    caches = [(20 * drawn(6, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
+    new = [(20 * drawn(6, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
     append = jax.jit(functools.partial(append_rows, interpret=True), compiler_options=COMPILE_FAST)
     for made, cache, rows in zip(
         append(tuple(caches), tuple(new), start), caches, new, strict=True
