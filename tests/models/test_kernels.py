@@ -274,19 +274,17 @@ def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch)
         "draft_params": drawn_params(target.first(1), noise=0.3),
     }
 
-    def tokens(kernels, seed=0):
+    def tokens(kernels):
         model = dataclasses.replace(target, kernels=kernels)
         pair = Pair(target=model, draft=model.first(1), **params)
-        made = generate(
-            pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed
-        )
+        made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0))
         return [list(each.tokens) for each in made]
 
     warped, row_by_row = [], PallasKernels.row_by_row
     monkeypatch.setattr(
         PallasKernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given)
     )
-    assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
+    assert tokens(INTERPRETED) == tokens(None)
     assert warped and {*warped} == {INTERPRETED}
 
 
