@@ -344,6 +344,7 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     """
     config = tiny(
         width=256,
+        num_layers=1,
         num_heads=2,
         positions="rotary",
         dtype="bfloat16",
