@@ -22,7 +22,6 @@ EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_laye
 SHAPES = dict(
     multi_head={},
     grouped=dict(num_kv_heads=2),
-    multi_query=dict(num_kv_heads=1),
     wide_head=dict(head_size=14),
     narrow=dict(feedforward_width=24, vocab_size=7, num_layers=3),
     ngrams=dict(ngram_rows=97),

@@ -278,8 +278,7 @@ def test_a_draft_that_learns_follows_the_policy(tmp_path, pair, task):
     acceptance = {}
     for name, draft in (("frozen", None), ("learns", optimizer(steps=24))):
         config = dataclasses.replace(CONFIG, policy=optimizer(steps=24, rate=1e-2), draft=draft)
-        state = run(tmp_path / name, config, pair, draft_task=task if draft else None)
-        assert (state.draft is None) == (draft is None)
+        run(tmp_path / name, config, pair, draft_task=task if draft else None)
         acceptance[name] = np.mean([one["acceptance"] for one in records(tmp_path / name)[-8:]])
     assert acceptance["learns"] > acceptance["frozen"] + 0.1
 
