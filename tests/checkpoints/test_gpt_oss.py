@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints.test_golden import CLOSE, distance
 from specsamp.checkpoints.chat import ChatTemplate
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.config import ExpertsConfig
 from specsamp.models.int8 import decode_weights, is_int8
 from specsamp.models.transformer import TransformerLM
 from support import extras, golden
@@ -92,7 +89,6 @@ def test_blocks_are_quantised_while_they_are_read(tmp_path):
     "change, message",
     [
         (lambda blocks, scales: (blocks[..., :15], scales), r"\(4, 32, 2, 15\) is not MXFP4"),
-        (lambda blocks, scales: (blocks, scales[:, :31]), r"got \('U8', \(4, 31, 2\)\)"),
         (lambda blocks, scales: (blocks, scales.astype("f4")), r"got \('F32', \(4, 32, 2\)\)"),
         (lambda blocks, scales: (blocks, None), "beside it must be _scales in U8.* got None"),
         (
@@ -118,26 +114,6 @@ def test_odd_blocks_are_refused_in_one_line(change, message, tmp_path):
         checkpoint = open_checkpoint(tmp_path)
         read_params(checkpoint, TransformerLM(checkpoint.config))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["up is clamped from above only", "halves lie apart"])
-def test_a_mistake_of_experts_would_be_seen(mistake, tmp_path, monkeypatch):
-    if mistake == "halves lie apart":
-        line = "model.layers.{i}.mlp.experts.gate_up_proj  E D I+I -> EID: "
-        monkeypatch.setitem(TABLES["gpt_oss"], "layer/experts/gate", f"{line}0")
-        monkeypatch.setitem(TABLES["gpt_oss"], "layer/experts/up", f"{line}1")
-    else:
-        monkeypatch.setattr(
-            ExpertsConfig, "clamp_up", lambda self, up: jnp.minimum(up, self.limit) + 1
-        )
-    theirs = golden.read("gpt_oss")
-    checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
-    model = TransformerLM(checkpoint.config)
-    with jax.disable_jit():
-        params = read_params(checkpoint, model)
-        logits = model.forward(params, theirs.tokens_BT[:1, :12]).logits_BTV
-    assert distance(logits, theirs.logits_BTV[:1, :12]) > 5 * CLOSE
 
 
 # As the template of gpt-oss: macros that call themselves, its date, namespaces, calls of tools.

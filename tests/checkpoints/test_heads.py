@@ -8,6 +8,7 @@ import pickle
 import shutil
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,7 +151,10 @@ def medusa_logits(folder):
     head, weights = load(folder)
     assert head.config.num_heads == 3 and head.hidden_layers == (9,)
     hidden = jnp.sin(jnp.arange(8.0))[None, None]
-    return [head.logits(weights, head.fuse(weights, (hidden,)), None, k)[0, 0] for k in range(3)]
+    # The number of a head may be known on the device alone.
+    logits = jax.jit(lambda k: head.logits(weights, head.fuse(weights, (hidden,)), None, k)[0, 0])
+    assert_allclose(head.logits(weights, hidden, None, 1)[0, 0], logits(1), atol=1e-5)
+    return [logits(k) for k in range(3)]
 
 
 def test_medusa_in_both_layouts(tmp_path):

@@ -27,19 +27,13 @@ from specsamp.models.int8 import summed_axes
 from specsamp.models.transformer import TransformerLM
 from specsamp.storage import place
 from specsamp.training.data import train_tokenizer
-from support.checkpoint_shapes import edit
+from support.checkpoint_shapes import edit, random_params
 from support.heads import layer_config
 from support.weights import drawn_params
 
 SHAPE = {"vocab_size": 300, "width": 16, "num_heads": 2, "num_layers": 1}
 TARGET = tiny(**SHAPE)
 DRAFT = tiny(**SHAPE | {"width": 12, "positions": "rotary"})
-
-
-def random_params(config, seed):
-    rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
 
 
 @pytest.fixture(scope="module")
@@ -235,26 +229,10 @@ def test_values_dtypes_places_names_and_signs_count():
     matrix, a swapped side.
     """
     x, y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32))
-    others = [
-        {"a": x},
-        {"b": x},
-        {"a": -x},
-        {"a": x.T},
-        {"a": x[::-1]},
-        {"a": x[:, ::-1]},
-        {"a": jnp.roll(x, 32, 0)},
-    ]
-    others += [
-        {"a": x.at[:2].set(x[1::-1])},
-        {"a": x, "b": y},
-        {"a": y, "b": x},
-        ({"a": x}, {"b": y}),
-    ]
-    others += [({"a": x, "b": y}, None), {"a": jnp.ones(3, bool)}, {"a": jnp.ones(3, jnp.int32)}]
-    others += [
-        {"a": x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))},
-        {"a": x.astype(jnp.bfloat16)},
-    ]
+    nearly = x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))
+    others = [{"a": made} for made in (x, -x, x.T, x[::-1], jnp.roll(x, 32, 0), nearly)]
+    others += [{"b": x}, {"a": x, "b": y}, {"a": y, "b": x}, ({"a": x}, {"b": y})]
+    others += [{"a": x.astype(jnp.bfloat16)}, {"a": jnp.ones(3, bool)}, {"a": jnp.ones(3, int)}]
     assert len({digest(params) for params in others}) == len(others)
 
 

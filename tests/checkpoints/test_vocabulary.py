@@ -129,26 +129,16 @@ def test_tokenizers_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="no token of the draft has the byte 0x"):
         match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(few))
     letters = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    apart = tokenizers.Tokenizer(
-        models.BPE(
-            letters
-            | {"".join(p): 256 + i for i, p in enumerate(itertools.product("qz", repeat=12))},
-            [],
-        )
-    )
-    apart.decoder = decoders.ByteLevel()
-    many = tokenizers.Tokenizer(
-        models.BPE(
-            letters
-            | {"".join(p): 256 + i for i, p in enumerate(itertools.product("jk", repeat=12))},
-            [],
-        )
-    )
-    many.decoder = decoders.ByteLevel()
+    apart = []
+    for pair in ("qz", "jk"):
+        words = map("".join, itertools.product(pair, repeat=12))
+        vocabulary = letters | {word: 256 + i for i, word in enumerate(words)}
+        apart.append(tokenizers.Tokenizer(models.BPE(vocabulary, [])))
+        apart[-1].decoder = decoders.ByteLevel()
     with pytest.raises(
         ValueError, match="share 256 tokens, less than 10% of the smaller vocabulary of 4352"
     ):
-        match_vocabularies(JsonTokenizer.from_tokenizer(apart), JsonTokenizer.from_tokenizer(many))
+        match_vocabularies(*map(JsonTokenizer.from_tokenizer, apart))
 
 
 @pytest.fixture(scope="module")
@@ -162,16 +152,14 @@ def other_draft(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, pytest.param((2, 4), marks=pytest.mark.slow)])
-def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft, mesh):
-    said, over = [], {} if mesh is None else dict(draft_model_parallelism=2)
-    mesh = mesh and make_mesh(*mesh, **over)
+def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft):
+    said, over = [], dict(draft_model_parallelism=2)
     pair = read_pair(
         original,
         other_draft,
         other_vocabulary=True,
         dtype="float32",
-        mesh=mesh,
+        mesh=make_mesh(2, 4, **over),
         say=said.append,
         **over,
     )

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from specsamp.models.config import tiny
 from specsamp.models.interface import Block
 from specsamp.models.transformer import TransformerLM
-from support.enumeration import COMPILE_FAST
+from support.calls import call, compact
 from support.extras import slow_but
 from support.weights import drawn_params
 
@@ -29,9 +29,6 @@ SCHEMES = {
     "relative, windowed": dict(positions="relative", window=3),
     "n-grams": dict(positions="rotary", ngram_rows=64, ngram_order=4),
 }
-
-call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
-compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
 
 
 def ancestors(parents):

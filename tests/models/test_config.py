@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from models.test_switches import MODELS
+from models.test_transformer import MODELS
 from specsamp.models.config import (
     ExpertsConfig,
     TransformerConfig,
@@ -22,7 +22,6 @@ EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_laye
 SHAPES = dict(
     multi_head={},
     grouped=dict(num_kv_heads=2),
-    multi_query=dict(num_kv_heads=1),
     wide_head=dict(head_size=14),
     narrow=dict(feedforward_width=24, vocab_size=7, num_layers=3),
     ngrams=dict(ngram_rows=97),
@@ -40,11 +39,7 @@ def count(config):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes_of(config)))
 
 
-CONFIGS = {
-    f"{positions}, {name}": tiny(positions=positions, **changes)
-    for positions in ("relative", "rotary")
-    for name, changes in SHAPES.items()
-} | MODELS
+CONFIGS = {name: tiny(**changes) for name, changes in SHAPES.items()} | MODELS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

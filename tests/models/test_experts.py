@@ -25,6 +25,7 @@ from specsamp.models.int8 import decode_weights, dequantise, is_int8, quantise
 from specsamp.models.kernels import mix_experts as mix_kernel
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
+from support.calls import call, forward
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
 
@@ -33,8 +34,6 @@ CONFIG = tiny(positions="rotary", gated=True, activation="silu", experts=EXPERTS
 MODEL = TransformerLM(CONFIG)
 LENGTH, CHUNK, SLOTS = 70, 5, 80
 
-call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
-forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
 mix = jax.jit(
     lambda *arrays: mix_experts(CONFIG, Experts.inner_spec, *arrays), compiler_options=COMPILE_FAST
 )

@@ -9,17 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
-from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import shard_model
-from specsamp.models import cache as layer_caches
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import tiny
-from specsamp.models.int8 import Int8Weight, dequantise, quantise
+from specsamp.models.int8 import dequantise, quantise
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
-from support.enumeration import COMPILE_FAST
+from support.calls import call
 from support.weights import drawn_params
 
 BATCH, KV_HEADS, HEADS, SLOTS, SIZE = 2, 2, 4, 12, 8
@@ -36,7 +33,6 @@ def prepared(scheme, order="default"):
     return model, model.fit_slots(model.prepare(params), SLOTS)
 
 
-call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
 TOKENS_BT = np.random.default_rng(0).integers(0, 64, (BATCH, 8), dtype=np.int32)
 
 
@@ -103,45 +99,3 @@ def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
         jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-6), made, cache)
     plain = TransformerLM(tiny(**SCHEMES[scheme]), order)
     assert np.abs(read(plain, weights, (8,))[0] - whole).max() > 1e-3
-
-
-def test_a_scale_of_a_whole_call_would_leave_one(monkeypatch):
-    """The control of the test above, of the cache alone: one scale for all tokens that are written
-    at once.
-    """
-    rng = np.random.default_rng(0)
-    k, v, q = (
-        jnp.asarray(rng.normal(size=(1, n, 6, SIZE)), jnp.float32)
-        for n in (KV_HEADS, KV_HEADS, HEADS)
-    )
-
-    def last(cuts):
-        cache, start = Int8KVCache.zeros(1, KV_HEADS, SLOTS, SIZE, jnp.float32), 0
-        for length in cuts:
-            part = slice(start, start + length)
-            cache, start = (
-                cache.append(k[:, :, part], v[:, :, part], jnp.array([start])),
-                start + length,
-            )
-        return attended(cache, q[:, :, -1:], jnp.array([5]))
-
-    assert_array_equal(last((6,)), last((2, 3, 1)))
-
-    def of_the_call(x, axes):
-        made = quantise(x, (2, 3))
-        return Int8Weight(made.values, jnp.broadcast_to(made.scale, (*x.shape[:3], 1)))
-
-    monkeypatch.setattr(layer_caches, "quantise", of_the_call)
-    assert np.abs(last((6,)) - last((2, 3, 1))).max() > 1e-4
-
-
-def test_on_a_mesh():
-    """Heads and rows are split, also in the scales."""
-    model, weights = prepared("rotary, grouped")
-    placed = shard_model(model, Layout.tensor_parallel(make_mesh(2, 2, devices=jax.devices()[:4])))
-    cache = jax.jit(placed.init_cache, static_argnums=(0, 1))(BATCH, SLOTS)
-    start_B = jnp.array([0, 2])
-    output = jax.jit(placed.__call__)(placed.fit_slots(weights, SLOTS), TOKENS_BT, start_B, cache)
-    alone = call(model, weights, TOKENS_BT, start_B, model.init_cache(BATCH, SLOTS))
-    assert_allclose(output.logits_BTV, alone.logits_BTV, atol=2e-5)
-    assert output.cache.layers[0].key_scales_BM1S.addressable_shards[0].data.shape[1] == 1

@@ -27,6 +27,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.warp import first_tokens, with_kernels
+from support.calls import call, compact
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
 from support.weights import drawn_params
@@ -100,13 +101,11 @@ CALLS = {
     "call, dtype, size",
     [
         *((call, "float32", SIZE) for call in CALLS),
-        *((call, "int8", size) for call in ("grouped", "windowed") for size in (SIZE, SIZE // 2)),
-        *(
-            (call, "float32", SIZE // 2)
-            for call in ("grouped, with distances", "multi-query", "windowed")
-        ),
+        ("grouped", "int8", SIZE),
+        ("windowed", "int8", SIZE // 2),
+        ("grouped, with distances", "float32", SIZE // 2),
         ("grouped", "bfloat16", SIZE // 2),
-        *slow_but([(call, "bfloat16", SIZE) for call in CALLS]),
+        *slow_but([(call, "bfloat16", SIZE) for call in ("windowed", "many rows")]),
     ],
 )
 def test_attention_equals_the_plain_form(call, dtype, size):
@@ -135,9 +134,7 @@ def test_attention_equals_the_plain_form(call, dtype, size):
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
-@pytest.mark.parametrize(
-    "kv_heads, batch, int8", [(1, 4, True), (1, 3, False), (1, 1, False), (2, 3, False)]
-)
+@pytest.mark.parametrize("kv_heads, batch, int8", [(1, 4, True), (1, 1, False), (2, 3, False)])
 def test_cores_share_what_they_can(kv_heads, batch, int8):
     """Ragged sequences where there is one group of heads, else the groups; of a single sequence one
     core does all.
@@ -203,16 +200,18 @@ def test_only_blocks_that_are_seen_are_fetched(window):
 @pytest.mark.parametrize(
     ("dtype", "length"),
     [
-        *(("bfloat16", length) for length in (1, 2, 17, 33, 34, 65, 128)),
+        *(("bfloat16", length) for length in (1, 17, 34, 128)),
         ("float32", 5),
         ("int8", 34),
     ],
 )
 def test_rows_are_appended_as_they_are(dtype, length):
-    """Each row at its own start, across the edges of tiles, and nothing else is written."""
-    slots, start = 384, starts_of(4, 384, length)
-    caches = [(20 * drawn(4, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
-    new = [(20 * drawn(4, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
+    """Each row at its own start, across the edges of tiles, and nothing else is written; what is
+    beyond either end is dropped.
+    """
+    slots, start = 384, jnp.concatenate([starts_of(4, 384, length), jnp.array([-5, 383])])
+    caches = [(20 * drawn(6, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
+    new = [(20 * drawn(6, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
     append = jax.jit(functools.partial(append_rows, interpret=True), compiler_options=COMPILE_FAST)
     for made, cache, rows in zip(
         append(tuple(caches), tuple(new), start), caches, new, strict=True
@@ -224,20 +223,18 @@ def test_rows_are_appended_as_they_are(dtype, length):
 
 SCHEMES = {
     "relative": dict(positions="relative", num_kv_heads=2),
-    "windowed": dict(positions="rotary", num_kv_heads=1, window=20, global_layers=(1,)),
-    "in int8": dict(positions="rotary", num_kv_heads=2, cache_dtype="int8"),
+    "windowed, in int8": dict(
+        positions="rotary", num_kv_heads=1, window=20, global_layers=(1,), cache_dtype="int8"
+    ),
     "with norms of heads": dict(
         positions="rotary", num_kv_heads=2, norm="layer", query_key_norm=True, post_norms=True
     ),
     "in pairs": dict(positions="relative", num_kv_heads=2, head_size=SIZE // 2),
-    "in pairs, windowed, in int8": dict(
-        positions="rotary", num_kv_heads=2, head_size=SIZE // 2, window=20, cache_dtype="int8"
+    "in pairs, in int8": dict(
+        positions="rotary", num_kv_heads=2, head_size=SIZE // 2, cache_dtype="int8"
     ),
 }
 PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
-
-call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
-compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
 
 
 @pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs"))
@@ -277,19 +274,17 @@ def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch)
         "draft_params": drawn_params(target.first(1), noise=0.3),
     }
 
-    def tokens(kernels, seed=0):
+    def tokens(kernels):
         model = dataclasses.replace(target, kernels=kernels)
         pair = Pair(target=model, draft=model.first(1), **params)
-        made = generate(
-            pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed
-        )
+        made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0))
         return [list(each.tokens) for each in made]
 
     warped, row_by_row = [], PallasKernels.row_by_row
     monkeypatch.setattr(
         PallasKernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given)
     )
-    assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
+    assert tokens(INTERPRETED) == tokens(None)
     assert warped and {*warped} == {INTERPRETED}
 
 
@@ -349,6 +344,7 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     """
     config = tiny(
         width=256,
+        num_layers=1,
         num_heads=2,
         positions="rotary",
         dtype="bfloat16",

@@ -18,7 +18,7 @@ SHAPE = RecurrentConfig(
     num_key_heads=1, num_value_heads=2, key_size=4, value_size=6, attention_layers=(1,)
 )
 CONFIG = hybrid(recurrent=SHAPE)
-LENGTH, SPLITS, ROWS = 85, 1000, 250
+LENGTH, ROWS = 85, 200
 
 
 def token_by_token(state, q, k, v, g, beta):
@@ -61,14 +61,13 @@ def layer():
     return jax.jit(functools.partial(mix, CONFIG, (taps, *rates)))
 
 
-def read_in_random_calls(rows, seed):
+def read_in_random_calls(rows=ROWS):
     """Reads one text in every row, in random calls; each row rejects tokens of its own."""
     rng = np.random.default_rng(0)
     text = rng.normal(size=(1, SHAPE.num_key_heads, LENGTH + REWIND + 1, SHAPE.input_size))
     text_BMTX = np.repeat(text.astype(np.float32), rows, axis=0)
     cache = RecurrentCache.empty(rows, SHAPE, jnp.float32)
     at_B = np.zeros(rows, int)
-    rng = np.random.default_rng(seed)
     is_last = False
     while not is_last:
         is_last = at_B.min() == LENGTH
@@ -84,13 +83,9 @@ def read_in_random_calls(rows, seed):
 
 
 @pytest.mark.slow
-def test_states_of_1000_random_splits_with_rejections_are_bit_equal():
-    states = []
-    for turn in range(SPLITS // ROWS):
-        cache = read_in_random_calls(ROWS, seed=turn)
-        assert set(cache.position_B.tolist()) == {(LENGTH - REWIND) // CHUNK * CHUNK}
-        states.append(np.asarray(cache.state_BNKV))
-    states = np.concatenate(states)
-    assert len(states) == SPLITS
+def test_states_of_random_splits_with_rejections_are_bit_equal():
+    cache = read_in_random_calls()
+    assert set(cache.position_B.tolist()) == {(LENGTH - REWIND) // CHUNK * CHUNK}
+    states = np.asarray(cache.state_BNKV)
     assert np.all(states == states[:1])
     assert np.abs(states[0]).max() > 0.1

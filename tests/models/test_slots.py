@@ -11,7 +11,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
-from specsamp.models.kernels.append_rows import append_rows
 from specsamp.models.slots import move_slots, write_slots
 
 STARTS = (-40, -5, -2, -1, 0, 1, 3, 27, 28, 29, 30, 31, 32, 33, 40, 2**30)
@@ -36,43 +35,23 @@ def numbers(shape, first=0):
 @pytest.mark.parametrize("axis", (2, 3))
 @pytest.mark.parametrize("length", (1, 2, 5, 32))
 @pytest.mark.parametrize("batch", (1, 3, MAX_UNROLLED_ROWS + 1))
-def test_write_beyond_either_end_is_dropped(batch, length, axis):
+@pytest.mark.parametrize("platform", ("cpu", "tpu"))
+def test_write_beyond_either_end_is_dropped(monkeypatch, platform, batch, length, axis):
+    """The branch of a TPU reads no old slots if all fit."""
+    if platform == "tpu":
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda cache, *, tpu, default: tpu(cache)
+        )
     shape = (batch, 2, SLOTS, 3) if axis == 2 else (batch, 2, 3, SLOTS)
     new_shape = tuple(length if at == axis else size for at, size in enumerate(shape))
     cache = numbers(shape)
     new = numbers(new_shape, 10_000)
     rounds = -(-len(STARTS) // batch)
-    write = jax.jit(write_slots, static_argnames="axis")
+    write = jax.jit(lambda *given: write_slots(*given, axis))
     for turn in range(rounds):
         starts = np.resize(STARTS[turn * batch :] or STARTS, batch).astype(np.int32)
-        result = write(cache, new, starts, axis)
+        result = write(cache, new, starts)
         assert_array_equal(result, written(cache, new, starts, axis), str(starts))
-
-
-@pytest.mark.parametrize("axis", (2, 3))
-@pytest.mark.parametrize("batch", (2, MAX_UNROLLED_ROWS + 1))
-@pytest.mark.parametrize("starts", [(0, 27), (5, 3), (-1, 27), (0, 28), (2**30, 0)])
-def test_a_tpu_writes_as_other_machines_whether_all_slots_fit_or_not(
-    monkeypatch, starts, batch, axis
-):
-    """Its branch reads no old slots if all fit."""
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda cache, *, tpu, default: tpu(cache))
-    shape = (batch, 2, SLOTS, 3) if axis == 2 else (batch, 2, 3, SLOTS)
-    cache = numbers(shape)
-    new = numbers(tuple(5 if at == axis else size for at, size in enumerate(shape)), 10_000)
-    starts = np.resize(starts, batch).astype(np.int32)
-    result = write_slots(jnp.asarray(cache), jnp.asarray(new), jnp.asarray(starts), axis)
-    assert_array_equal(result, written(cache, new, starts, axis))
-
-
-@pytest.mark.parametrize("length", (1, 5))
-def test_kernel_write_beyond_either_end_is_dropped(length):
-    cache = numbers((len(STARTS), 2, SLOTS, 128)) % 1000
-    new = numbers((len(STARTS), 2, length, 128), 7) % 1000
-    starts = np.array(STARTS, np.int32)
-    append = jax.jit(append_rows, static_argnames="interpret")
-    (result,) = append((cache,), (new,), starts, interpret=True)
-    assert_array_equal(result, written(cache, new, starts, 2))
 
 
 def test_move_at_the_end_takes_the_slots_that_exist():

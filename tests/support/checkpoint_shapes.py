@@ -3,10 +3,6 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.models.config import tiny
@@ -28,11 +24,7 @@ CONFIG = tiny(
 
 
 def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
-    return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape) / np.sqrt(32), jnp.float32), shapes
-    )
+    return drawn_params(TransformerLM(config), seed, noise=0.2)
 
 
 def write_random_head(folder, target_name):

