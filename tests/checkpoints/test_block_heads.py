@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
@@ -65,6 +66,34 @@ def run_blocks(head, weights, hidden, tokens):
 
 
 NAMES = sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors"))
+
+
+def test_the_golden_pass_of_dflash(tmp_path):
+    """Two rounds; the second block lies where the first one did, behind two more rows of
+    context.
+    """
+    head, _, weights = load(toy(tmp_path), TOY_TARGET)
+    assert head.hidden_layers == (1, 3)
+    embedding = jnp.asarray(0.3 * np.sin(1.3 * np.arange(128) + 100).reshape(16, 8), jnp.float32)
+    golden_rows = [
+        [-1.270369, -0.756346, 1.582775, 0.892070, -0.612838, -1.241468, 0.644084, -0.205167],
+        [-0.877222, -1.101834, 1.565736, 1.203556, -1.096256, -0.783227, 0.541668, -0.352559],
+    ]
+    caches, start = head.init_cache(1, 16), 0
+    for length, pending, shift, golden_row in (
+        (5, 4, 0.0, golden_rows[0]),
+        (2, 9, 0.3, golden_rows[1]),
+    ):
+        hidden = jnp.split(
+            jnp.asarray(np.sin(0.7 * np.arange(16 * length) + shift).reshape(1, length, 16)),
+            2,
+            axis=-1,
+        )
+        caches = head.read(weights, head.fuse(weights, hidden), jnp.array([start]), caches)
+        start += length
+        block = embedding[jnp.asarray([[pending, 15, 15, 15]])]
+        rows, caches = head(weights, block, jnp.array([[start]]), jnp.array([[start]]), caches)
+        assert_allclose(rows[0, 1], golden_row, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, "dflash2", "dspark_gated"))
