@@ -192,18 +192,14 @@ def test_two_names_become_an_experiment(folder, capsys, tmp_path):
         experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 
 
-ALONE = [
-    ("ngram", ()),
-    ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
-    ("early_exit", ("--config.exit_layer=1",)),
-    ("window", ("--config.window=4", "--config.sinks=1")),
-    ("choosing:ngram:window", ("--config.window=4",)),
-    ("none", ()),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter, flags", ALONE)
+@pytest.mark.parametrize(
+    "drafter, flags",
+    [
+        ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
+        ("choosing:ngram:window", ("--config.window=4",)),
+    ],
+)
 def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_path):
     output = tmp_path / "result.json"
     flags += (

@@ -56,7 +56,8 @@ def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path)
         f"--output={output}",
         "--plain",
     )
-    flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=8")
+    flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=4")
+    flags += ("--config.target.num_layers=1", "--config.target.positions=rotary")
     done = call("benchmark", f"--config={CONFIG}", *flags)
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr

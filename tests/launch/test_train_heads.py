@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from configs import hf_head
+from launch.lib import experiment
+from launch.lib.config import load_config
+from launch.lib.fields import ExperimentConfig
 from launch.lib.training import TrainingConfig
 from specsamp import generate
 from specsamp.checkpoints.export import export
@@ -18,6 +21,7 @@ from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair
+from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
@@ -103,13 +107,10 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     trained = drafts_as_it_was_trained(pair, tmp_path / "tuned", "def f(x):")
     assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
 
-    word = [
-        f"--config=configs/trained_pair.py:{pair_folder}",
-        "--config.drafter=head",
-        "--config.draft_length=2",
-    ]
-    done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
-    assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
+    word = load_config(f"configs/trained_pair.py:{pair_folder}")
+    word.update(drafter="head", draft_length=2)
+    drafter = experiment.build(ExperimentConfig.from_config_dict(word)).method.drafter
+    assert isinstance(drafter, FeatureDrafter) and drafter.K == 2
 
     with pytest.raises(ValueError, match="head is the run of a head, not of a model"):
         open_trained(tmp_path / "head")
@@ -127,7 +128,6 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     "kind, file, place",
     [
         ("medusa", "medusa_lm_head.safetensors", "head"),
-        ("mtp", "model.safetensors", "head"),
         ("dspark", "model.safetensors", "block"),
     ],
 )

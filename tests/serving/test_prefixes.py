@@ -17,7 +17,6 @@ from specsamp import (
 )
 from specsamp.decoding.method import make_method
 from specsamp.serving.service import Service
-from support.extras import slow_but
 from support.services import submit
 
 V, K = 64, 3
@@ -35,12 +34,10 @@ def text(random, length):
     return random.integers(0, V, length).tolist()
 
 
-@pytest.mark.parametrize(
-    "draft_length, seed", slow_but([(0, 0), (0, 1), (0, 2), (0, 3), (K, 0)], (0, 0), (K, 0))
-)
-def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length, seed):
+@pytest.mark.parametrize("draft_length", [0, K])
+def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length):
     """Four prompts are read in one call, two of them behind prefixes that ended texts have left."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     prompts = [text(random, 90) for _ in range(4)]
     for parent in (0, 1):
         shared = random.integers(38, 60)
