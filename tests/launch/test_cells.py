@@ -64,11 +64,6 @@ def test_a_grid_becomes_cells(experiment):
     )
     # A point knows nothing of the one before.
     assert [one.key["draft_temperature"] for one in both] == [0.5, None]
-    (cold,) = cells.make_cells(cells.turned(config, points("draft_temperature=0")), experiment)
-    assert (
-        float(cold.method.draft_sampling.warps[0].value) == 0
-        and float(cold.method.sampling.warps[0].value) > 0.7
-    )
     (made_up,) = cells.make_cells(
         cells.turned(config, points("synthetic_acceptance=0.7")), experiment
     )

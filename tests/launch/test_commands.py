@@ -166,14 +166,8 @@ def test_messages_of_a_conversation():
     talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=said)
     messages = chat.Talk.prompt(talk, "And then?")
     assert [one["role"] for one in messages] == ["system", *("user", "assistant") * 2, "user"]
-    assert [one["content"] for one in messages] == [
-        "Be brief.",
-        "Hi",
-        "Hello.",
-        "Why?",
-        "Because.",
-        "And then?",
-    ]
+    told = " ".join(one["content"] for one in messages)
+    assert told == "Be brief. Hi Hello. Why? Because. And then?"
 
 
 def test_pieces_are_marked_by_who_wrote_them():

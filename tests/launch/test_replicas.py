@@ -44,7 +44,7 @@ def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
     page = (ROOT / "launch" / "tpu" / "README.md").read_text()
     (line,) = re.findall(r"- -c\n +- (python .*)", page)
     assert line.split()[0] == "python" and line.endswith(" --replica=$JOB_COMPLETION_INDEX/4")
-    output, one = tmp_path / "texts.jsonl", tmp_path / "one" / "texts.jsonl"
+    output = tmp_path / "texts.jsonl"
     for index in (0, 2):
         done = call("generate", *asked, f"--output={output}", f"--replica={index}/4")
         assert done.returncode == 0, done.stderr
@@ -55,9 +55,9 @@ def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
     assert whole.returncode == 0 and "4 texts, 3 of them known before; 16 tokens" in whole.stdout, (
         whole.stderr
     )
-    assert call("generate", *asked, f"--output={one}").returncode == 0
-    assert texts(output) == texts(one) and len(texts(one)) == 4
-    assert texts(output).items() >= (parts[0] | parts[1]).items()
+    assert len(texts(output)) == 4 and texts(output).items() >= (parts[0] | parts[1]).items()
+    later = call("generate", *asked, f"--output={output}", "--replica=1/4")
+    assert "1 texts, 1 of them known before" in later.stdout, later.stderr
     again = call("generate", *asked, f"--output={output}", "--config.seed=1")
     assert again.returncode == 2 and "seed was 0, is 1" in again.stderr
 

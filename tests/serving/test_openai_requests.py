@@ -107,9 +107,7 @@ def test_fields_that_are_served():
         and asked.stream
         and asked.include_usage
     )
-    assert read({"prompt": [5, 6]}).prompts == [[5, 6]] and read(
-        {"prompt": ["a", "b"]}
-    ).prompts == ["a", "b"]
+    assert read({"prompt": [5, 6]}).prompts == [[5, 6]]
 
 
 def test_what_asks_for_nothing_is_taken():
@@ -127,10 +125,6 @@ def test_what_asks_for_nothing_is_taken():
             document | {"tools": [], "metadata": {"a": "b"}, "store": True, "stream_options": None}
         ).n
         == 3
-    )
-    read(
-        {"messages": HI, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
-        is_chat=True,
     )
 
 
@@ -271,12 +265,6 @@ def test_null_is_as_if_left_out_whatever_the_field():
     }
     asked = read({"messages": [*HI, answer, *HI], "verbosity": None}, is_chat=True)
     assert asked.prompts == [[*HI, {"role": "assistant", "content": "Hi"}, *HI]]
-
-
-def test_another_model():
-    with pytest.raises(ApiError, match="'gpt-5' is not served here: ask for 'm'") as caught:
-        read({"prompt": "a", "model": "gpt-5"})
-    assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")
 
 
 def test_bodies_that_are_no_json():

@@ -4,7 +4,6 @@ idle.
 
 import dataclasses
 import io
-import json
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.engine import Engine
-from specsamp.replica import Replica
 from support.extras import slow_but
 from support.fakes import counting_pair, table_pair
 
@@ -179,39 +177,6 @@ def test_the_log_of_another_call_is_refused(tmp_path):
         path.write_text(written)
         with pytest.raises(ValueError, match=message):
             queue(log=CompletionLog(path, {"weights": "a"}))
-
-
-def test_logs_of_replicas_are_put_together_and_the_part_of_a_killed_one_is_decoded_by_another(
-    tmp_path, alone
-):
-    """Three replicas, the last killed: a run of everything decodes what they lack, and writes the
-    texts of one run.
-    """
-    path = tmp_path / "texts.jsonl"
-
-    def part(index, **options):
-        return queue(
-            range(index, 7, 3), rows=3, log=CompletionLog(path, {}, Replica(index, 3)), **options
-        )
-
-    assert [len(list(part(index))) for index in (0, 1)] == [6, 4]
-    killed = part(2)
-    kept = [next(killed) for _ in range(2)]
-    killed.close()
-    lost = tmp_path / "texts.replica-2-of-3.jsonl"
-    lines = lost.read_text().splitlines()[: 1 + len(kept)]
-    lost.write_text("\n".join([*lines, '{"prompt_id": 5, "req']))
-
-    whole = queue(rows=3, log=CompletionLog(path, {}))
-    assert whole.known == 6 + 4 + len(kept)
-    assert by_row(whole) == alone
-    ids = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()[1:]]
-    assert sorted(ids) == sorted(2 * [*range(7)])
-    assert part(2).known == 4, "a replica takes over what a run of everything wrote"
-    with pytest.raises(
-        ValueError, match="texts.jsonl holds completions of another call: seed was 0, is 1"
-    ):
-        queue(range(0, 7, 2), rows=3, log=CompletionLog(path, {}, Replica(0, 2)), seed=1)
 
 
 def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
