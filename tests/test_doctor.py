@@ -49,11 +49,6 @@ TROUBLES = [
         "pip install 'jax[tpu]'",
     ),
     (dict(platform="cpu"), "this machine has a TPU", "the process that holds the TPU"),
-    (
-        dict(platform="cpu", asked_platforms="tpu,cpu"),
-        "this machine has a TPU",
-        "the process that holds the TPU",
-    ),
     (dict(platform="cpu", has_tpu=False, has_gpu=True), "this machine has a GPU", "jax[cuda13]"),
     (dict(memory_bytes=9 << 30), "weights take 9.0 of the 9.7 GB", "--config.mesh.model"),
     (dict(devices=4), "mesh takes 8 devices, JAX sees 4", "--config.mesh.data"),

@@ -260,22 +260,6 @@ def test_host_memory_has_at_most_as_many_texts_as_rows(small):
     texts.check()
 
 
-@pytest.mark.slow
-def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(small, monkeypatch):
-    texts = Texts(rows=2, in_background=False)
-    texts.ask([3, 1, 4, 1, 5] * 4, 80)
-    while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].length < 36:
-        texts.step()
-    monkeypatch.setattr(texts.batch.prefill, "chunks", (4,))
-    texts.batch.prefill.budget = 4
-    slots = texts.batch.table.size.slots
-    texts.ask([2] * 40, 1)
-    while texts.service.unfinished:
-        texts.step()
-    assert texts.batch.table.size.slots > slots
-    texts.check()
-
-
 def test_long_prompt_delays_a_running_text_by_two_chunks(monkeypatch):
     calls, extend = [], Engine.extend
     texts = Texts(rows=2, in_background=False)

@@ -102,9 +102,7 @@ def decoded_logits(head, params, target_params, tokens_T, row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "head, row", [(REDUCED, 7), (SINKS, 6), (MODULE, 5), (MEDUSA, 3)]
-)
+@pytest.mark.parametrize("head, row", [(REDUCED, 7), (SINKS, 6), (MODULE, 5), (MEDUSA, 3)])
 def test_a_step_sees_what_decoding_would_see(head, row, target_params):
     """The logits of every step are those of the loop's calls, and are compared with the target's
     right row.
