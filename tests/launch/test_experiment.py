@@ -149,9 +149,6 @@ def test_two_names_become_an_experiment(folder, capsys, tmp_path):
         hf.PROMPTS
     )
     assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
-    assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(
-        built.pair.tokenizer.encode("other text")
-    )
     texts = {"ids.npy": [[1, 2, 3]], "text.txt": [built.pair.tokenizer.encode("some text")]}
     np.save(tmp_path / "ids.npy", [1, 2, 3])
     (tmp_path / "text.txt").write_text("some text")

@@ -98,8 +98,6 @@ def test_counts_are_those_of_the_answers(server):
         ("generation_tokens_total", 6),
         ("rounds_total", stats["num_spec_steps"]),
         ("draft_tokens_total", stats["num_draft_tokens"]),
-        ("time_to_first_token_seconds_count", 1),
-        ("time_per_output_token_seconds_count", 1),
     ):
         assert gained[f"specsamp_{name}",] == value, name
     histogram = stats["acceptance_histogram"]
@@ -230,7 +228,7 @@ def test_more_requests_than_may_be_open_are_refused_in_json(service):
         assert status == 503 and "0 requests are open" in document["error"]["message"]
 
 
-@pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), (["a"], "aab"), ([], "aab")])
+@pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), ([], "aab")])
 def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
     """Two requests with one key and then one with another, of one address: who writes first; texts
     take some slices.
