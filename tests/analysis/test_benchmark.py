@@ -17,7 +17,6 @@ from specsamp.analysis.grid import counts_of
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
@@ -31,10 +30,7 @@ SAMPLING = chain(temperature(0.8))
 @pytest.fixture(scope="module")
 def pair():
     """Makes table models, which compile fast."""
-    table, model = fakes.random_table(0, 8), fakes.TableLM(8, max_positions=64)
-    return Pair(
-        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 0.5)
-    )
+    return fakes.table_pair(8, max_positions=64)
 
 
 @pytest.fixture(scope="module")

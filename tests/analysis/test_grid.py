@@ -20,23 +20,14 @@ from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import chain, temperature
 from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
-K, V = 2, 5
+K = 2
 SPLIT = dataclasses.make_dataclass("Split", ["step"])(Quartiles.of([1.0]))
-
-
-@pytest.fixture(scope="module")
-def pair():
-    table, model = fakes.random_table(0, V), fakes.TableLM(V)
-    return Pair(
-        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0)
-    )
 
 
 def key(**changes):
@@ -216,8 +207,9 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
 
 
 @pytest.fixture(scope="module")
-def measured(pair):
+def measured():
     """Measures a real cell."""
+    pair = fakes.table_pair(5, noise=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
         results = grid.Results.open(None, IDENTITY)

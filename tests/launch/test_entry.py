@@ -15,8 +15,6 @@ from rich.console import Console
 
 from support.run_script import ROOT, call, module, only_shared_flags
 
-TINY = "--config=configs/random_pair.py:tiny"
-
 
 @pytest.fixture
 def entry():

@@ -66,7 +66,7 @@ def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path)
     document = json.loads(output.read_text())
     assert document["command"].startswith("python launch/benchmark.py --config=")
     assert document["identity"]["random_weights"]
-    assert document["identity"]["config"]["drafter"] == f"{own}:Repeats(K)"
+    assert document["cells"][0]["key"]["drafter"].startswith(f"{own}:Repeats(K)")
 
 
 def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(own):

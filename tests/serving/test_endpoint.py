@@ -31,6 +31,7 @@ from support.services import (
     alone,
     make_service,
     post,
+    read_all,
     request,
     serving,
     submit,
@@ -39,15 +40,6 @@ from support.services import (
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "sk-right"
-
-
-@pytest.fixture(scope="module")
-def service():
-    made = make_service()
-    made.start()
-    yield made
-    made.close()
-    made.join()
 
 
 @pytest.fixture(scope="module")
@@ -340,13 +332,6 @@ def test_a_key_a_size_and_a_time(strict, service):
         raw.sendall((head + "{").encode())  # and leaves
     status, _, document = post(strict, COMPLETIONS, asked, **right)
     assert (status, document["choices"][0]["text"]) == (200, "def") and service.unfinished == 0
-
-
-def read_all(raw):
-    received = b""
-    while part := raw.recv(1 << 16):
-        received += part
-    return received
 
 
 def begin(server, **document):

@@ -19,8 +19,8 @@ from support.services import (
     METHOD,
     PAIR,
     Gate,
-    make_service,
     post,
+    read_all,
     request,
     serving,
     submit,
@@ -33,15 +33,6 @@ if extras.is_here("prometheus_client"):
 
 COMPLETIONS = "/v1/completions"
 ASKED = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def service():
-    made = make_service()
-    made.start()
-    yield made
-    made.close()
-    made.join()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +51,7 @@ def raw_request(server, head, body=b""):
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as raw:
         raw.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
         raw.shutdown(socket.SHUT_WR)
-        received = b""
-        while part := raw.recv(1 << 16):
-            received += part
+        received = read_all(raw)
     return int(received[9:12]), received.partition(b"\r\n\r\n")[2]
 
 
@@ -130,10 +119,7 @@ def test_the_page_loads_nothing_from_elsewhere(server):
     """It writes no text as HTML either."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        received = b""
-        while part := raw.recv(1 << 16):
-            received += part
-    head, _, page = received.decode().partition("\r\n\r\n")
+        head, _, page = read_all(raw).decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200") and "nosniff" in head and "default-src 'none'" in head
     assert "<script" in page and not re.search(r"http|innerHTML|eval\(| (src|href|onclick)=", page)
 

@@ -77,18 +77,6 @@ def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
     assert any(chunk.stats.lengths[0] for chunk in chunks), "the control: there were pauses"
 
 
-def test_read_that_does_not_fit_the_slots_is_refused():
-    random = np.random.default_rng(0)
-    queue = generate_many(PAIR, [text(random, 90)], 8, rows=1, draft_length=0)
-    engine = queue._engine
-    (request,) = [entry.request for entry in queue.batch.scheduler.waiting]
-    with pytest.raises(
-        ValueError, match="3 calls of 32 tokens from slot 40 need 136 slots, but rows have 128"
-    ):
-        engine.extend([request], None, [40], [128], 32)
-    queue.close()
-
-
 def test_insert_over_a_row_that_does_not_exist_is_refused():
     queue = generate_many(PAIR, [[1]], 8, rows=1, draft_length=0)
     state = queue._engine.blank(2)
