@@ -13,7 +13,6 @@ from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from launch.lib.rules import make_rule
-from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.adaptive import Adaptive, Entropy
@@ -36,11 +35,10 @@ from specsamp.evaluation.task import Problem, first_of_each
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK
-from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
-from support.run_script import call, module
+from support.run_script import call, module, save_public_target
 
 TINY = "configs/random_pair.py:tiny"
 
@@ -134,10 +132,7 @@ def test_the_demo_counts_its_prompts():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("public") / "model"
-    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(["some text"] * 3, 300), eos=EOS)
-    export(place, CONFIG, random_params(CONFIG), tokenizer)
-    return place
+    return save_public_target(tmp_path_factory.mktemp("public") / "model", template=None)
 
 
 def test_two_names_become_an_experiment(folder, capsys, tmp_path):

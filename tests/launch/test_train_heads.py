@@ -19,13 +19,11 @@ from specsamp import generate
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import read_pair
-from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.decoding.drafters import FeatureDrafter
-from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import call, save_tiny_pair
+from support.run_script import call, save_public_target, save_tiny_pair
 from support.training import HEAD, metrics, quiet, refused_trainings, training_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -190,8 +188,6 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
         )
 
 
-CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
 PUBLIC = HEAD | {
     "test_time.test_steps": 3,
     "test_time.chunk": 8,
@@ -220,14 +216,7 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def public_target(tmp_path_factory):
-    """A checkpoint in the format of Hugging Face, with a chat template."""
-    folder = tmp_path_factory.mktemp("public") / "target"
-    tokenizer = JsonTokenizer.from_tokenizer(
-        train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
-    )
-    export(folder, CONFIG, random_params(CONFIG), tokenizer)
-    (folder / "chat_template.jinja").write_text(CHAT)
-    return folder
+    return save_public_target(tmp_path_factory.mktemp("public") / "target")
 
 
 def public_config(target, chats, fields):
