@@ -4,7 +4,6 @@ go on.
 
 import io
 import json
-import re
 import types
 
 import pytest
@@ -12,7 +11,6 @@ from rich.console import Console
 
 from launch import chat
 from launch.lib import entry
-from support import extras
 from support.run_script import call, save_tiny_pair
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
@@ -188,34 +186,3 @@ def test_pieces_are_marked_by_who_wrote_them():
         ):
             console.print(pieces.add(list(text.encode()), flags, False), end="")
         assert expected in console.file.getvalue() and pieces.text == " abcdef"
-
-
-# compile_report
-
-
-libtpu = extras.needs("libtpu")
-SMALL = ("--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1")
-
-
-@pytest.mark.slow
-@libtpu
-def test_a_report_of_a_small_pair(tmp_path):
-    output = tmp_path / "report.json"
-    done = call("compile_report", *SMALL, "--slots=64", f"--output={output}")
-    assert not done.returncode, done.stderr
-    assert "compiler estimate" in done.stdout and "Milliseconds" in done.stdout
-    assert (
-        int(re.search(r"before temporaries (\d+) sequences of 64 slots fit", done.stdout)[1]) > 1000
-    )
-    document = json.loads(output.read_text())
-    programs = {program["name"]: program for program in document["report"]["programs"]}
-    assert set(programs) == {
-        "draft step",
-        "target step",
-        "score",
-        "draft prefill",
-        "prefill",
-        "round",
-    }
-    assert all(p["host_transfers"] == 0 and p["collectives"] == {} for p in programs.values())
-    assert set(document["calibrated_ms"]) == set(programs)

@@ -118,41 +118,26 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, file, place",
-    [
-        ("medusa", "medusa_lm_head.safetensors", "head"),
-        ("dspark", "model.safetensors", "block"),
-    ],
-)
-def test_other_kinds_of_heads_are_trained_by_a_word(
-    train, texts, tmp_path, pair_folder, kind, file, place
-):
+def test_a_block_head_is_trained_by_a_word(train, texts, tmp_path, pair_folder):
     """Sets no field; what is exported drafts by the same word, and is what training begins with
     again.
     """
-    fields = (
-        HEAD
-        | {"target": str(pair_folder), "generated.rows": 0}
-        | ({} if place == "head" else BLOCK)
-    )
-    train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
+    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0} | BLOCK
+    train.run_training(training_config("tiny_dspark", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
     assert all(
         0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
     )
-    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / place}")
+    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'block'}")
     assert (done.returncode or 0) == 0, done.stderr
-    assert (pair_folder / place / file).is_file()
-    pair = load_pair(pair_folder, draft=place)
+    pair = load_pair(pair_folder, draft="block")
     drafts_as_it_was_trained(pair, tmp_path / "run", "def f(x):")
-    exported = open_first_head(pair_folder / place, pair.target.config)
+    exported = open_first_head(pair_folder / "block", pair.target.config)
     assert exported.step == 4 and exported.config.layer.vocab_size == 300
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mtp", "draft"])
-def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch, kind):
+def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch):
     """With the parameters of the training, also when it is run again; other commands take them."""
     states, original = [], train.train
     monkeypatch.setattr(
@@ -161,30 +146,28 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
         lambda *given, **named: states.append(original(*given, **named)) or states[-1],
     )
     fields = {name: value for name, value in HEAD.items() if not name.startswith("generated")}
-    fields |= {"head.num_modules": 3} if kind == "mtp" else {}
+    fields |= {"head.num_modules": 3}
     fields |= {
         f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))
     }
     for _ in range(2):
         train.run_training(
-            training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet()
+            training_config("tiny_mtp_target", texts, fields), tmp_path / "run", quiet()
         )
     target, draft = (
-        open_trained(tmp_path / "run" / part, is_head=part == "draft" and kind == "mtp")
+        open_trained(tmp_path / "run" / part, is_head=part == "draft")
         for part in ("target", "draft")
     )
     assert target.step == draft.step == 4 and "held_out/loss" in metrics(tmp_path / "run")[-1]
     for part, written in (("target", target), ("draft", draft)):
         jax.tree.map(np.testing.assert_array_equal, written.params, states[-1].params[part])
-        assert written.provenance["config"]["together"]["pull"] == (kind == "mtp")
-    runs = f"--target={tmp_path}/run/target", f"--draft={tmp_path}/run/draft"
-    runs = (f"--run={tmp_path}/run/draft",) if kind == "mtp" else runs
-    done = call("export", *runs, f"--output={tmp_path}/exported")
+        assert written.provenance["config"]["together"]["pull"]
+    done = call("export", f"--run={tmp_path}/run/draft", f"--output={tmp_path}/exported")
     assert (done.returncode or 0) == 0, done.stderr
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match="holds target and draft of an earlier training"):
         train.run_training(
-            training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet()
+            training_config("tiny_mtp_target", texts, fields), tmp_path / "run", quiet()
         )
 
 
