@@ -36,7 +36,7 @@ def model_pair():
     """Positions of tables that belong to a number of slots, and a draft that keeps tokens in its
     cache.
     """
-    target = TransformerLM(tiny(vocab_size=V, num_layers=1, positions="relative"))
+    target = TransformerLM(tiny(vocab_size=V, num_layers=2, positions="relative"))
     draft = TransformerLM(tiny(vocab_size=V, num_layers=1, positions="rotary", ngram_rows=32))
     pair = Pair(
         target=target,
