@@ -85,9 +85,6 @@ def test_a_sound_pair_passes_every_check_that_applies():
         numbers["neighbours"]["texts_that_differ"] == numbers["padding"]["texts_that_differ"] == 0
     )
     assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["verified"] > 80
-    assert "6 of 6" in report.json_text(dataclasses.asdict(found) | {"summary": found.summary})
-    checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
-    assert [row[:2] for row in audit_table(checks).rows][1] == ("bfloat16", "not applicable")
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ def test_a_turn_follows_the_answer_to_the_one_before():
     assert found["timed"]["completions"] == 3 and found["turns_left_out"] == 1, (
         "the third turn has 70 of 64 positions"
     )
-    alone = decode_and_score(pair, task, problems, method, Requests(max_new_tokens=3))
-    assert alone["timed"]["completions"] == 2 and alone["turns_left_out"] == 2, (
-        "without a template there is one turn"
-    )
 
 
 def block(scores, seconds, category=""):

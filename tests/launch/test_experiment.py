@@ -60,7 +60,6 @@ def test_a_configuration_becomes_objects(monkeypatch):
         made.pair.draft, 2
     )
     assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
-    hash((made.method.drafter, made.method.rule, made.pair.target))
     known = {
         "ngram": NgramDrafter(K=2),
         "none": NoDrafter(),

@@ -266,15 +266,10 @@ def test_a_slice_is_described_without_installed_packages():
         )
 
     assert describe("v4-32", "topology").stdout == "2x2x4\n"
-    assert describe("tpu7x-16", "hosts", "runtime_version").stdout == "2 none\n"
-    names = describe("--list").stdout.split()
-    assert len(names) == 220 and "v6e-256" in names
-    for arguments, message in (
-        (["v4-30"], "closest matches: v4-16"),
-        (["v4-32", "colour"], "no field 'colour'"),
-    ):
-        done = describe(*arguments)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert "v6e-256" in describe("--list").stdout.split()
+    done = describe("v4-30")
+    assert done.returncode == 2 and "closest matches: v4-16" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # What happens when Google Cloud answers.

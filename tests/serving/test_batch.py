@@ -12,7 +12,6 @@ import pytest
 
 from specsamp import NgramDrafter, Pair, chain, generate, temperature
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, head_drafter
 from specsamp.models.config import tiny
@@ -55,22 +54,7 @@ def head_pair():
     return pair, head_drafter(target, head, K)
 
 
-def tokenizer_pair():
-    """A draft with 60 tokens that reads every odd token of the target as two ids: its text is
-    longer than the target's.
-    """
-    pair, _ = model_pair()
-    draft = TransformerLM(tiny(vocab_size=60, num_layers=1, positions="rotary"))
-    ids_V = [token if token % 2 == 0 else -1 for token in range(V)]
-    reading_VM = [[token, -1] if token % 2 == 0 else [50 + token % 10, token] for token in range(V)]
-    vocabulary = SharedVocabulary(ids_V, reading_VM, 60, begin=(59,))
-    pair = dataclasses.replace(
-        pair, draft=draft, draft_params=drawn_params(draft, 1), vocabulary=vocabulary
-    )
-    return pair, TranslatingDrafter(draft, vocabulary, K)
-
-
-PAIRS = {"model": model_pair, "head": head_pair, "tokenizer": tokenizer_pair}
+PAIRS = {"model": model_pair, "head": head_pair}
 
 
 @pytest.fixture
