@@ -128,7 +128,8 @@ def test_cells_of_replicas_are_taken_over(tmp_path):
         tmp_path / "cells.json",
         ["--config=configs/random_pair.py:tiny", "--grid=draft_length=0,1,2"],
     )
-    grid += [f"--config.{name}=1" for name in ("repeats", "max_new_tokens", "prompt_length")]
+    ones = ("repeats", "max_new_tokens", "prompt_length", "target.num_layers")
+    grid += [f"--config.{name}=1" for name in ones]
     done = call("benchmark", *grid, f"--output={output}", "--replica=1/2", "--plain")
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads((tmp_path / "cells.replica-1-of-2.json").read_text())["cells"]
