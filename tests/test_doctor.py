@@ -104,13 +104,15 @@ def test_the_facts_of_this_machine():
 
 def test_a_result_names_the_kind_of_cpu(monkeypatch):
     """By instructions, too: int8 gains on one AMD EPYC, and loses on another."""
+    environment = machine.environment()
     text = "model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n"
     monkeypatch.setattr(machine.pathlib.Path, "read_text", lambda *_, **options: text)
     assert (machine.host_facts()["cpu"], machine.instructions()) == (
         "AMD EPYC",
         ["avx2", "avx512f"],
     )
-    environment = machine.environment() | {"machine": "Linux x86_64", "cores": 2}
+    environment |= {"cpu": "AMD EPYC", "instructions": machine.instructions()}
+    environment |= {"machine": "Linux x86_64", "cores": 2}
     told = page.source("name", {"environment": environment})
     assert "; AMD EPYC, avx2 avx512f, Linux x86_64, 2 cores, " in told
 
