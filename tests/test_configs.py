@@ -91,11 +91,6 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
         sharded.param_shardings(jax.eval_shape(head.init, jax.random.key(0)))
 
 
-def test_a_module_in_the_checkpoint_of_its_target_has_one_name_for_both():
-    config = hf.get_config("mimo-7b-mtp")
-    assert config.hugging_face.target == config.hugging_face.draft and config.drafter == "head"
-
-
 @pytest.mark.parametrize("name", PUBLISHED["heads"])
 def test_heads_of_known_shape_have_their_published_size(name):
     kind, size = PUBLISHED["heads"][name]

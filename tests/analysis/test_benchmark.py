@@ -12,13 +12,11 @@ import pytest
 from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import report, tables
-from specsamp.analysis.acceptance import rate_error
 from specsamp.analysis.benchmark import RoundSplit, benchmark, write_profile
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
@@ -32,10 +30,7 @@ SAMPLING = chain(temperature(0.8))
 @pytest.fixture(scope="module")
 def pair():
     """Makes table models, which compile fast."""
-    table, model = fakes.random_table(0, 8), fakes.TableLM(8, max_positions=64)
-    return Pair(
-        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 0.5)
-    )
+    return fakes.table_pair(8, max_positions=64)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +54,6 @@ def test_every_field_is_finite_and_survives_json(result):
     assert read["acceptance"]["rate"] == result.acceptance.acceptance_rate
     assert counts_of({"result": read}) == result.acceptance
     assert all(math.isfinite(n) for n in numbers(read) if n is not None and not isinstance(n, str))
-    for side in ("autoregressive", "speculative"):
-        assert read[side]["ms_per_token"]["lower"] <= read[side]["ms_per_token"]["median"]
-        assert read[side]["ms_per_token"]["median"] <= read[side]["ms_per_token"]["upper"]
 
 
 def test_counts_as_json_and_back():
@@ -75,9 +67,8 @@ def test_counts_as_json_and_back():
     del written["drafted"]
     assert counts_of({"result": {"acceptance": written}}) == dataclasses.replace(stats, drafted=16)
     nothing = RowStats(rounds=3, emitted=3, drafted=0, reached=(0,), accepted_counts=(3, 0))
-    written = json.loads(report.json_text(nothing))
-    assert written["rate"] is None and written["by_position"] == [None]
-    assert math.isnan(rate_error(0.5, 0)) and tables.rate_with_error(nothing) == ""
+    assert json.loads(report.json_text(nothing))["rate"] is None
+    assert tables.rate_with_error(nothing) == ""
 
 
 def test_all_calls_of_a_round_are_timed(result):

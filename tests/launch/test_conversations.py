@@ -8,27 +8,14 @@ import numpy as np
 import pytest
 
 from launch.studies import conversations as study
-from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.training.data import read_corpus, train_tokenizer
-from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import call
-
-TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
+from specsamp.training.data import read_corpus
+from support.run_script import call, save_public_target
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A target with random weights that often ends a text."""
-    folder = tmp_path_factory.mktemp("public") / "target"
-    tokenizer = JsonTokenizer.from_tokenizer(
-        train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
-    )
-    export(folder, CONFIG, random_params(CONFIG), tokenizer)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return save_public_target(tmp_path_factory.mktemp("public") / "target")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +111,6 @@ def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters(
             "conversations need a target with a tokenizer and a chat template",
         ),
         ((), "give --prompts=FILE, or --conversations=TOKENS, and not both"),
-        (("--conversations=9", "--prompts=README.md"), "and not both"),
         (("--conversations=9", "--samples=2"), "--samples has no effect on --conversations"),
         (("--conversations=9", "--replica=0/2"), "--replica has no effect on --conversations"),
     ],

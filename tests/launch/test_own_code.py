@@ -1,5 +1,7 @@
 """Drafters and rules of the user's own files, named by --config.drafter and --config.rule."""
 
+import json
+
 import pytest
 
 from launch.lib import experiment
@@ -56,12 +58,15 @@ def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path)
         f"--output={output}",
         "--plain",
     )
-    flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=8")
+    flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=4")
+    flags += ("--config.target.num_layers=1", "--config.target.positions=rotary")
     done = call("benchmark", f"--config={CONFIG}", *flags)
     assert done.returncode == 0, done.stderr
-    text = done.stdout + done.stderr
-    assert "Repeats K = 2, Mine" in text
-    assert f"{own}:Repeats(K)" in output.read_text()
+    assert "Repeats K = 2, Mine" in done.stdout + done.stderr
+    document = json.loads(output.read_text())
+    assert document["command"].startswith("python launch/benchmark.py --config=")
+    assert document["identity"]["random_weights"]
+    assert document["cells"][0]["key"]["drafter"].startswith(f"{own}:Repeats(K)")
 
 
 def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(own):

@@ -1,13 +1,7 @@
-"""The texts that show measured numbers: their tables keep every cell, and are filled by
-launch/study.py --page.
-"""
+"""The texts that show measured numbers are filled by launch/study.py --page."""
 
-import hashlib
-import json
 import pathlib
 import re
-
-import pytest
 
 from configs.hf import HEADS, PAIRS
 from launch.lib import page
@@ -75,37 +69,3 @@ def test_public_pairs_of_the_readme_are_those_of_their_configuration():
         (name, pair.target, pair.draft, str(pair.model_parallelism))
         for name, pair in (PAIRS | HEADS).items()
     ]
-
-
-# What is frozen.
-
-
-# Written from the pages as they stood before tables moved into their studies. It is not written
-# again: a table that leaves is deleted from it, in a commit that does nothing else.
-GOLDEN = json.loads(
-    pathlib.Path(__file__).with_name("golden_tables.json").read_text(encoding="utf-8")
-)
-
-
-def cells_of(table):
-    """Returns the cells of a Markdown table as they are shown: of its header, then of its rows."""
-    rows = [
-        re.split(r"(?<!\\)\|", line.strip())[1:-1]
-        for line in table.strip().splitlines()
-        if line.startswith("|")
-    ]
-    rows = [[cell.strip() for cell in row] for row in rows]
-    return [row for row in rows if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
-
-
-def test_results_keep_their_bytes():
-    found = {
-        name: hashlib.sha256((RESULTS / name).read_bytes()).hexdigest()
-        for name in GOLDEN["results"]
-    }
-    assert found == GOLDEN["results"]
-
-
-@pytest.mark.parametrize("name", GOLDEN["tables"])
-def test_tables_keep_their_cells(name):
-    assert cells_of(page.content("table", name)) == GOLDEN["tables"][name]

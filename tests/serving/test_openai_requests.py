@@ -69,25 +69,9 @@ def test_every_number_reaches_its_warp():
 
 
 def test_fields_that_are_served():
-    asked = read(
-        {
-            "prompt": [[1, 2], [3]],
-            "max_tokens": 3,
-            "n": 2,
-            "seed": 5,
-            "stop": "x",
-            "logprobs": 0,
-            "model": "m",
-        }
-    )
-    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == (
-        [[1, 2], [3]],
-        3,
-        2,
-        5,
-        ("x",),
-    )
-    assert asked.log_probs
+    asked = read({"prompt": [[1, 2], [3]], "n": 2, "seed": 5, "stop": "x", "logprobs": 0})
+    assert asked.prompts == [[1, 2], [3]] and asked.log_probs
+    assert (asked.n, asked.seed, asked.stops) == (2, 5, ("x",))
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     document = {
         "messages": [{"role": "user", "content": parts, "name": "Ann"}],
@@ -107,9 +91,7 @@ def test_fields_that_are_served():
         and asked.stream
         and asked.include_usage
     )
-    assert read({"prompt": [5, 6]}).prompts == [[5, 6]] and read(
-        {"prompt": ["a", "b"]}
-    ).prompts == ["a", "b"]
+    assert read({"prompt": [5, 6]}).prompts == [[5, 6]]
 
 
 def test_what_asks_for_nothing_is_taken():
@@ -127,10 +109,6 @@ def test_what_asks_for_nothing_is_taken():
             document | {"tools": [], "metadata": {"a": "b"}, "store": True, "stream_options": None}
         ).n
         == 3
-    )
-    read(
-        {"messages": HI, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
-        is_chat=True,
     )
 
 
@@ -171,11 +149,7 @@ def answers():
     a stream.
     """
     from openai.lib.streaming.chat import ChatCompletionStreamState
-    from openai.types.chat import (
-        ChatCompletionChunk,
-        ChatCompletionMessage,
-        ParsedChatCompletionMessage,
-    )
+    from openai.types.chat import ChatCompletionChunk, ChatCompletionMessage
 
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
     deltas = {
@@ -193,24 +167,8 @@ def answers():
             choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}
             state.handle_chunk(ChatCompletionChunk.model_validate(head | {"choices": [choice]}))
         yield name, state.get_final_completion().choices[0].message
-    cited = {
-        "type": "url_citation",
-        "url_citation": {"end_index": 1, "start_index": 0, "title": "t", "url": "u"},
-    }
-    whole = {
-        "role": "assistant",
-        "content": "So.",
-        "annotations": [cited],
-        "reasoning_content": "Hm",
-    }
+    whole = {"role": "assistant", "content": "So.", "reasoning_content": "Hm"}
     yield "a text", ChatCompletionMessage.model_validate(whole)
-    yield "a text", ParsedChatCompletionMessage[dict].model_validate(whole | {"parsed": {"a": 1}})
-    yield (
-        "a call",
-        ChatCompletionMessage.model_validate(
-            {"role": "assistant", "content": None, "tool_calls": [call]}
-        ),
-    )
 
 
 @extras.needs("openai")
@@ -226,11 +184,7 @@ def test_answers_as_openai_python_keeps_them_are_history():
             expected = {"role": "assistant", "tool_calls": calls}
         if "reasoning_content" in message.model_dump():
             expected["reasoning_content"] = "Hm"
-        dumps = [
-            message.model_dump(**{option: True})
-            for option in ("exclude_none", "exclude_unset", "by_alias")
-        ]
-        for sent in (*dumps, message.model_dump(), message.to_dict()):
+        for sent in (message.model_dump(exclude_none=True), message.model_dump()):
             document = json.loads(json.dumps({"messages": [*HI, sent, *HI]}))
             assert read(document, is_chat=True).prompts == [[*HI, expected, *HI]], (name, sent)
 
@@ -255,28 +209,6 @@ def test_what_is_wrong_is_named_with_its_value(changes, param, message, is_chat)
         param,
         "invalid_request_error",
     )
-
-
-def test_null_is_as_if_left_out_whatever_the_field():
-    """A client that keeps a conversation sends answers back as it got them, with their fields that
-    are null.
-    """
-    answer = {
-        "role": "assistant",
-        "content": "Hi",
-        "refusal": None,
-        "tool_calls": None,
-        "audio": None,
-        "name": None,
-    }
-    asked = read({"messages": [*HI, answer, *HI], "verbosity": None}, is_chat=True)
-    assert asked.prompts == [[*HI, {"role": "assistant", "content": "Hi"}, *HI]]
-
-
-def test_another_model():
-    with pytest.raises(ApiError, match="'gpt-5' is not served here: ask for 'm'") as caught:
-        read({"prompt": "a", "model": "gpt-5"})
-    assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")
 
 
 def test_bodies_that_are_no_json():

@@ -17,7 +17,6 @@ from specsamp import (
 )
 from specsamp.decoding.method import make_method
 from specsamp.serving.service import Service
-from support.extras import slow_but
 from support.services import submit
 
 V, K = 64, 3
@@ -35,12 +34,10 @@ def text(random, length):
     return random.integers(0, V, length).tolist()
 
 
-@pytest.mark.parametrize(
-    "draft_length, seed", slow_but([(0, 0), (0, 1), (0, 2), (0, 3), (K, 0)], (0, 0), (K, 0))
-)
-def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length, seed):
+@pytest.mark.parametrize("draft_length", [0, K])
+def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length):
     """Four prompts are read in one call, two of them behind prefixes that ended texts have left."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     prompts = [text(random, 90) for _ in range(4)]
     for parent in (0, 1):
         shared = random.integers(38, 60)
@@ -78,18 +75,6 @@ def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
     ]
     assert service.batch.prefill.tokens_copied > 80, "the control: prefixes were copied"
     assert any(chunk.stats.lengths[0] for chunk in chunks), "the control: there were pauses"
-
-
-def test_read_that_does_not_fit_the_slots_is_refused():
-    random = np.random.default_rng(0)
-    queue = generate_many(PAIR, [text(random, 90)], 8, rows=1, draft_length=0)
-    engine = queue._engine
-    (request,) = [entry.request for entry in queue.batch.scheduler.waiting]
-    with pytest.raises(
-        ValueError, match="3 calls of 32 tokens from slot 40 need 136 slots, but rows have 128"
-    ):
-        engine.extend([request], None, [40], [128], 32)
-    queue.close()
 
 
 def test_insert_over_a_row_that_does_not_exist_is_refused():

@@ -87,8 +87,7 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
     work = generate_many(PAIR, [sampling_request(**one) for one in asked], rows=3, method=QUEUE)
     queued = sorted(work, key=lambda one: (one.prompt_index, one.sample_index))
     assert of(queued) == sum(found, []), "and of a queue of the same requests"
-    stats = callers[0].got[0][-1].stats
-    assert stats.emitted == 9 and stats.accepted > 0 and service.unfinished == 0
+    assert service.unfinished == 0
 
 
 def test_queue_of_requests_begins_with_the_smallest_priority():
@@ -123,9 +122,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
             dict(prompts=["a" * CONTEXT]),
             "prompt 0 has 40 tokens, of 40 for prompt and text: shorten it",
         ),
-        (dict(prompts=["a"], budget=2**40), "max_tokens must be"),
         (dict(prompts=[[999]]), "prompt 0.* below 257; got 999"),
-        (dict(prompts=["a"], seed=-1), "seed must be"),
         (dict(prompts=["a"], stop=["a"] * 33), "33 stop texts: at most 32"),
         (
             dict(prompts=["a"], num_samples=7),

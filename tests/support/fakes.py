@@ -372,12 +372,9 @@ def counting_pair(**draft):
     )
 
 
-def table_pair(**options):
-    table = random_table(3, 12)
+def table_pair(vocab_size=12, noise=0.5, max_positions=None, **options):
+    table, model = random_table(3, vocab_size), TableLM(vocab_size, max_positions)
+    draft_params = near(table, 4, noise)
     return Pair(
-        target=TableLM(12),
-        target_params=table,
-        draft=TableLM(12),
-        draft_params=near(table, 4, 0.5),
-        **options,
+        target=model, target_params=table, draft=model, draft_params=draft_params, **options
     )

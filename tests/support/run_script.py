@@ -12,10 +12,13 @@ import types
 
 from absl import flags
 
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.checkpoints.trained_pair import save_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
+from support.checkpoint_shapes import CONFIG, random_params
 from support.weights import drawn_params
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -83,3 +86,17 @@ def save_tiny_pair(folder, prompts, num_layers=1):
     save_pair(folder, target=side, draft=side, tokenizer_json=tokenizer, provenance={})
     texts = [{"text": prompt} for prompt in prompts]
     (folder / "prompts.json").write_text(json.dumps({"prompts": texts}))
+
+
+CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def save_public_target(folder, template=CHAT):
+    """A target with random weights in the format of Hugging Face, which often ends a text."""
+    texts = ["add 3 to x: x + 3", "some text"] * 3
+    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(texts, 300), eos=EOS)
+    export(folder, CONFIG, random_params(CONFIG), tokenizer)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder

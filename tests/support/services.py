@@ -132,3 +132,11 @@ def request(server, method, path, body=None, headers=()):
         connection.request(method, path, body, dict(headers))
         response = connection.getresponse()
         return response.status, response.headers, json.loads(response.read())
+
+
+def read_all(raw):
+    """Returns what a socket sends until it is closed."""
+    received = b""
+    while part := raw.recv(1 << 16):
+        received += part
+    return received
