@@ -239,6 +239,10 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
     assert all(
         0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
     )
+    again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
+    # There is nothing left to do, and nothing differs.
+    train.run_training(again, tmp_path / "head", quiet())
+
     to = f"--output={tmp_path / 'exported'}"
     done = call("export", f"--run={tmp_path / 'head'}", "--verifier=org/target", to)
     assert (done.returncode or 0) == 0, done.stderr
@@ -253,6 +257,10 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
             tmp_path / "head",
             quiet(),
         )
+    shutil.rmtree(public_target)
+    shutil.copytree(other, public_target)
+    with pytest.raises(ValueError, match="was begun with another target"):
+        train.run_training(again, tmp_path / "head", quiet())
 
 
 @pytest.mark.parametrize("fields, message", refused_trainings("public targets"))

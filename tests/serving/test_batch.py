@@ -3,6 +3,7 @@ again.
 """
 
 import dataclasses
+import functools
 import queue
 import threading
 
@@ -12,6 +13,7 @@ import pytest
 
 from specsamp import NgramDrafter, Pair, chain, generate, temperature
 from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, head_drafter
 from specsamp.models.config import tiny
@@ -22,7 +24,7 @@ from specsamp.serving.runner import Runner
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Size
 from support.fakes import random_table
-from support.heads import LayeredTable, eagle3
+from support.heads import LayeredTable, eagle3, mtp
 from support.hybrids import hybrid
 from support.services import compile_all, submit
 from support.weights import drawn_params
@@ -46,15 +48,31 @@ def model_pair():
     return pair, ModelDrafter(draft, K)
 
 
-def head_pair():
-    target, head = LayeredTable(V), eagle3(V)
+def head_pair(head=eagle3(V)):
+    target = LayeredTable(V)
     pair = Pair(
         target=target, target_params=random_table(5, V), head=head, draft_params=drawn_params(head)
     )
     return pair, head_drafter(target, head, K)
 
 
-PAIRS = {"model": model_pair, "head": head_pair}
+def tokenizer_pair():
+    """A draft with 60 tokens that reads every odd token of the target as two ids: its text is
+    longer than the target's.
+    """
+    pair, _ = model_pair()
+    draft = TransformerLM(tiny(vocab_size=60, num_layers=1, positions="rotary"))
+    ids_V = [token if token % 2 == 0 else -1 for token in range(V)]
+    reading_VM = [[token, -1] if token % 2 == 0 else [50 + token % 10, token] for token in range(V)]
+    vocabulary = SharedVocabulary(ids_V, reading_VM, 60, begin=(59,))
+    pair = dataclasses.replace(
+        pair, draft=draft, draft_params=drawn_params(draft, 1), vocabulary=vocabulary
+    )
+    return pair, TranslatingDrafter(draft, vocabulary, K)
+
+
+PAIRS = {"model": model_pair, "head": head_pair, "tokenizer": tokenizer_pair}
+PAIRS["modules"] = functools.partial(head_pair, mtp(V, num_modules=K + 1))
 
 
 @pytest.fixture
@@ -241,6 +259,22 @@ def test_host_memory_has_at_most_as_many_texts_as_rows(small):
     while texts.service.unfinished:
         texts.step()
     assert texts.batch.admission.preempted
+    texts.check()
+
+
+@pytest.mark.slow
+def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(small, monkeypatch):
+    texts = Texts(rows=2, in_background=False)
+    texts.ask([3, 1, 4, 1, 5] * 4, 80)
+    while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].length < 36:
+        texts.step()
+    monkeypatch.setattr(texts.batch.prefill, "chunks", (4,))
+    texts.batch.prefill.budget = 4
+    slots = texts.batch.table.size.slots
+    texts.ask([2] * 40, 1)
+    while texts.service.unfinished:
+        texts.step()
+    assert texts.batch.table.size.slots > slots
     texts.check()
 
 
