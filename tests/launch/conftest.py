@@ -1,4 +1,4 @@
-"""A cloud to run the scripts against, and one with a slice that is there."""
+"""Fixtures: a stand-in cloud, a ready slice, a corpus, and the training script as a module."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from support.stand_in_cloud import Cloud
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    """A narrow terminal gets one line for each number of a table."""
+    """Sets a wide terminal: a narrow one gets one line for each number of a table."""
     monkeypatch.setenv("COLUMNS", "160")
 
 
@@ -21,7 +21,7 @@ def cloud(tmp_path):
 
 @pytest.fixture
 def ready(cloud):
-    """A slice that is there, with the code on its workers."""
+    """Returns a cloud whose slice is active and has the code on its workers."""
     cloud.states("ACTIVE")
     assert (done := cloud.run("setup", "--name=pod")).returncode == 0, done.stderr
     (cloud.fake / "calls").unlink()
@@ -30,7 +30,7 @@ def ready(cloud):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A corpus of a few files."""
+    """Writes a corpus of a few files and returns its folder."""
     folder = tmp_path_factory.mktemp("texts")
     for i in range(12):
         body = "\n\n".join(
@@ -42,6 +42,6 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def train(monkeypatch):
-    """The script as a module; on its first import it reads its default configuration."""
+    """Imports the script, which reads its default configuration on its first import."""
     monkeypatch.chdir(ROOT)
     return importlib.import_module("launch.train")

@@ -1,6 +1,4 @@
-"""From a configuration and points to cells, and from a file to prompts: what is made, and what is
-refused at once.
-"""
+"""Configurations and points become cells, and a file becomes prompts; other weights are refused."""
 
 import numpy as np
 import pytest
@@ -58,7 +56,7 @@ def test_a_grid_becomes_cells(experiment):
     both = cells.make_cells(
         cells.turned(config, [{"draft_temperature": 0.5}, {"draft_length": 3}]), experiment
     )
-    # A point knows nothing of the one before.
+    # The values of a point do not carry over to the next point.
     assert [one.key["draft_temperature"] for one in both] == [0.5, None]
     (made_up,) = cells.make_cells(
         cells.turned(config, points("synthetic_acceptance=0.7")), experiment
@@ -71,7 +69,7 @@ def test_a_grid_becomes_cells(experiment):
 
 
 def test_cells_of_other_weights_make_another_file(tmp_path):
-    """The same pair, trained again, differs only in its weights."""
+    """The same pair after another training, which changes only its weights, is refused."""
     path, config = (
         str(tmp_path / "cells.json"),
         ExperimentConfig.from_config_dict(random_pair.get_config("tiny")),
@@ -79,7 +77,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
     built = build(config)
 
     def identity(weights):
-        vars(built)["weights"] = weights  # kept once it was asked for
+        vars(built)["weights"] = weights  # the cached property
         return cells.known_identity(config) | cells.pair_identity(built)
 
     grid.Results.open(path, identity("first")).add({"key": {"batch": 1}, "result": {}}, {})

@@ -1,6 +1,4 @@
-"""Commands that have one or two tests: what they write and print, their exit statuses, and how they
-go on.
-"""
+"""Commands with one or two tests: their files, output and exit statuses, and how they resume."""
 
 import io
 import json
@@ -88,7 +86,7 @@ def result(path):
 
 @pytest.mark.slow
 def test_methods_are_added_and_a_run_goes_on(tmp_path):
-    """Plain first; then the token rule and a control, and nothing is decoded twice. Texts of a
+    """A second run adds the token rule and a control, and decodes nothing twice; completions of a
     killed block are kept.
     """
     output = tmp_path / "python.json"
@@ -166,7 +164,9 @@ def test_messages_of_a_conversation():
 
 
 def test_pieces_are_marked_by_who_wrote_them():
-    """Works with tokenizers that drop the first space of a text; a text as a whole has no style."""
+    """Each piece has its own mark, and the text as a whole no style, also with a tokenizer that
+    drops the first space of a text.
+    """
     space = (ord(" "), None)
     tokenizer = types.SimpleNamespace(
         token_bytes=lambda token, before=None: b"" if (token, before) == space else bytes([token]),

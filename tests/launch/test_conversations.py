@@ -1,5 +1,5 @@
-"""launch/generate.py --conversations writes texts of a target to train on, and the study looks for
-tests among them.
+"""launch/generate.py --conversations writes a target's texts for training, and the study searches
+them for prompts of tests.
 """
 
 import json
@@ -84,7 +84,7 @@ def test_a_prompt_of_a_test_among_them_is_refused(target, chats, tmp_path):
 
 
 def test_words_before_and_after_special_tokens_are_apart(target):
-    """A template such as Llama 3's ends a question without a line break."""
+    """Special tokens separate words: Llama 3's template ends a question without a line break."""
     tokenizer = open_checkpoint(target).tokenizer
     tokens = [*tokenizer.encode("add 3 to x"), tokenizer.eos_id, *tokenizer.encode("x + 3")]
     assert study.words_of(study.text_of(tokenizer, tokens)) == ["add", "3", "to", "x", "x", "3"]

@@ -1,7 +1,6 @@
-"""Long commands that are killed without a chance to clean up, or meet a full disk: nothing that was
-finished is lost.
+"""Long commands that are killed without cleanup, or on a full disk, keep all finished work.
 
-Trainings that are killed are in test_train.py. A full disk is a limit on the size of files: the
+Killed trainings are in test_train.py. A limit on the size of files stands for a full disk: the
 kernel refuses the bytes beyond it in the middle of a write, as a disk does.
 """
 
@@ -98,7 +97,7 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
     )
     status, _, errors = done([*command, f"--workdir={tmp_path}/run"], largest_file=largest // 2)
     assert status == 2 and "File too large" in errors, errors
-    # Writers of tensors may print their own files as they end.
+    # Libraries that write tensors may print tracebacks of their own files at exit.
     assert not re.search(r'File ".*/(specsamp|launch)/', errors), errors
     with storage.locked(tmp_path / "run"):
         status, _, errors = done([*command, f"--workdir={tmp_path}/run"])

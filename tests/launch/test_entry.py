@@ -1,5 +1,5 @@
-"""What all commands share: flags and configurations that are wrong, errors, interrupts, and what
-reaches a terminal.
+"""Behaviour that all commands share: wrong flags and configurations, errors, interrupts, and safe
+output to a terminal.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path, monkeypatch)
         entry.check_output("ftpx://bucket/result.json")
 
     def full(path, content):
-        if content:  # a probe without content fits a full disk
+        if content:  # an empty probe fits on a full disk
             raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(entry.storage, "write", full)
@@ -49,7 +49,7 @@ def test_the_command_is_the_one_that_was_typed(entry, monkeypatch):
 
 
 def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
-    """A file of the same name in the current folder comes first."""
+    """A file of the same name in the current folder takes precedence."""
     config_file = importlib.import_module("launch.lib.config")
     monkeypatch.chdir(tmp_path)
     assert config_file.load_file("configs/random_pair.py:tiny").SIZES
@@ -90,7 +90,7 @@ def test_help_lists_flags_and_fields():
 SCRIPTS = [
     str(path.relative_to(ROOT / "launch").with_suffix(""))
     for path in sorted([*ROOT.glob("launch/*.py"), *ROOT.glob("launch/studies/*.py")])
-    # Which needs torch.
+    # compare_transformers needs torch.
     if "entry.run(" in path.read_text(encoding="utf-8") and path.stem != "compare_transformers"
 ]
 
@@ -111,7 +111,7 @@ def test_every_command_explains_itself_in_sentences(script):
 
 @pytest.fixture
 def status_of(entry):
-    """Returns the exit status of a command and its stderr."""
+    """Returns a function that runs a command and returns its exit status and stderr."""
 
     def status_of(main, *arguments):
         errors = io.StringIO()
@@ -180,7 +180,7 @@ def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
 
 
 def test_what_is_generated_does_not_look_like_the_prompt():
-    """The style of a text as a whole would be that of all that is appended to it."""
+    """A style of the whole text, instead of the prompt alone, would extend to all appended text."""
     tokenizer = types.SimpleNamespace(
         token_bytes=lambda token, before=None: bytes([token]), eos_id=0
     )
@@ -197,14 +197,14 @@ def test_what_is_generated_does_not_look_like_the_prompt():
 
 
 def test_no_command_that_is_shown_writes_over_the_results_that_come_along():
-    """They are the authors'; a command that a reader copies writes to runs/, which git ignores."""
+    """Commands to copy write to runs/, which git ignores, and never over the authors' results."""
     shown = [
         ROOT / "README.md",
         *ROOT.glob("configs/*.py"),
         *ROOT.glob("launch/**/*.py"),
         *ROOT.glob("launch/**/*.md"),
     ]
-    # That page measures nothing.
+    # That README.md is a page, not a measurement.
     over = re.compile(r"--(output|figure|workdir)=notebooks/results(?!/README\.md)")
     assert not [path.name for path in shown if over.search(path.read_text(encoding="utf-8"))]
     assert "/runs/" in (ROOT / ".gitignore").read_text().splitlines()

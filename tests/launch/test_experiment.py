@@ -1,4 +1,4 @@
-"""From a configuration to an experiment, and what the first commands do with it."""
+"""Configurations become experiments, and the first commands run them."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ TINY = "configs/random_pair.py:tiny"
 
 
 def turned(**fields):
-    """The tiny pair's configuration with other values; of a group's field as ``group__field``."""
+    """Returns the tiny pair's configuration with other values, as ``field`` or ``group__field``."""
     point = {name.replace("__", "."): value for name, value in fields.items()}
     return ExperimentConfig.from_config_dict(load_config(TINY)).turned(point)
 
@@ -227,13 +227,13 @@ def test_a_target_alone_has_no_draft_that_a_drafter_could_read(folder, monkeypat
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A head with random weights fits no target."""
+    """Writes a head with random weights, which fits no target."""
     return write_random_head(tmp_path_factory.mktemp("public") / "head", "org/head")
 
 
 @pytest.mark.slow
 def test_a_head_is_checked(folder, head, tmp_path):
-    """By a command; what cannot be checked is refused."""
+    """The doctor reports that a random head does not fit, and refuses a pair without a head."""
     (tmp_path / "prompts.txt").write_text("some text\nother text\n")
     common = [
         f"--config=configs/hf.py:{folder},{head}",

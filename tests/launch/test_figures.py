@@ -1,4 +1,4 @@
-"""Figures show what made-up cells say, and the study of figures refuses the rest."""
+"""Figures are drawn from committed results; damaged results and too few cells are refused."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
     figure = figures.draw_paper(read_result("python_pair_grid"))
     total, share, _ = figure.axes
     (greedy,) = (line for name, line in lines(total).items() if name.startswith("greedy ("))
-    assert_allclose(greedy[0], [0, 1])  # the machine's pace is that of plain decoding
+    assert_allclose(greedy[0], [0, 1])  # at K = 0 the time is that of plain decoding
     assert greedy[-1, 1] < 1 and any(name.startswith("T = 0.8") for name in lines(total))
     assert tuple(lines(share)["Chen et al., HumanEval"][:, 1]) == figures.PAPER_EMITTED["HumanEval"]
 

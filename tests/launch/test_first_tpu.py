@@ -1,5 +1,5 @@
-"""The first run on a TPU, rehearsed on a CPU: what fails is named, the rest runs, and the same
-command goes on.
+"""The first run on a TPU, rehearsed on a CPU: failures are named, all other parts run, and the same
+command resumes.
 """
 
 import json
@@ -31,7 +31,7 @@ def turns_nothing(kernels, function, operands, axes):
 
 
 def ended(done):
-    """Returns the parts that a run has tried, in their order, each with its outcome."""
+    """Returns the names and outcomes of the parts that a run has tried, in order."""
     lines = [
         line.split(": ")[0].split("  ") for line in done.stdout.partition("\n\n")[0].splitlines()
     ]
@@ -56,7 +56,7 @@ def three_checks(monkeypatch):
 def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
     three_checks, monkeypatch, tmp_path
 ):
-    """Then only these two are tried again, and pass."""
+    """A second run tries the two failed kernels alone, and they pass."""
     asked, made, run = (
         (tmp_path / "first.json", "--parts=doctor,kernel,estimate"),
         [],
@@ -64,7 +64,7 @@ def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
     )
 
     def compiles(command, **how):
-        """Writes what launch/compile_report.py would."""
+        """Writes a made-up report in place of launch/compile_report.py."""
         if "compile-report" not in command:
             return run(command, **how)
         output = next(word for word in command if word.startswith("--output=")).partition("=")[2]

@@ -18,11 +18,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder that the wheel was unpacked into, outside the checkout."""
+    """Installs the wheel into a folder outside the checkout, and returns this folder."""
     folder = tmp_path_factory.mktemp("installed")
     for name in ("setup.py", "README.md"):
         shutil.copy(ROOT / name, folder / name)
-    for name in ("specsamp", "launch", "configs"):  # a build leaves files beside them
+    for name in ("specsamp", "launch", "configs"):  # a build writes into its folder
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "import setuptools.build_meta as backend; backend.build_sdist('.')"
     subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)

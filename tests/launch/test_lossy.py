@@ -1,4 +1,4 @@
-"""Lossy rules have words, and tables show their cost."""
+"""Words name rules, and tables show the price of lossy rules."""
 
 import dataclasses
 

@@ -1,6 +1,4 @@
-"""The draft length "machine": from costs that are timed once, and from acceptance on
-other prompts.
-"""
+"""The draft length "machine" is chosen by costs, timed once, and by acceptance on other prompts."""
 
 import io
 import json
@@ -19,7 +17,7 @@ DEAR = {T: 10.0 * T for T in FREE}
 
 
 def cell(drafter, accepted_counts):
-    """A cell of launch/benchmark.py, as far as it says what was accepted."""
+    """Returns a cell of launch/benchmark.py with its acceptance alone."""
     key = {"draft_length": 7, "drafter": drafter, "rule": "token", "batch": 1, "temperature": 0.8}
     reached = [sum(accepted_counts[i:]) for i in range(7)]
     counts = {
@@ -36,7 +34,7 @@ def cell(drafter, accepted_counts):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A pair whose draft is its target."""
+    """Returns the configuration of a pair whose draft is its target."""
     monkeypatch.setattr(machine_choice, "use_compilation_cache", lambda: str(tmp_path / "kept"))
     save_tiny_pair(tmp_path, ["def f(x):", "return x"])
     config = ExperimentConfig.from_config_dict(load_config(f"configs/trained_pair.py:{tmp_path}"))

@@ -1,4 +1,4 @@
-"""Drafters and rules of the user's own files, named by --config.drafter and --config.rule."""
+"""Drafters and rules from the user's own files, named by --config.drafter and --config.rule."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The texts that show measured numbers are filled by launch/study.py --page."""
+"""launch/study.py --page fills the pages that show measured numbers."""
 
 import pathlib
 import re
@@ -24,7 +24,7 @@ def test_the_pages_are_what_their_marks_are_filled_with():
 
 
 def test_every_result_is_in_a_mark():
-    """As --page wants it; a result that no mark names would be missed."""
+    """A result without a mark appears on no page, and --page refuses it."""
     assert {path.stem for path in RESULTS.glob("*.json")} <= page.shown(
         path.read_text() for path in page.PAGES
     )
@@ -54,7 +54,7 @@ def test_commands_of_the_readmes_name_files_that_are_there():
         text = file.read_text(encoding="utf-8")
         paths = re.findall(r"\b((?:launch|configs)/[\w/]+\.(?:py|sh))", text)
         paths += re.findall(r"\b(specsamp/[\w/-]+(?:\.\w+)?)\b", text)
-        # The cache, and placeholders.
+        # The folder of the cache and placeholders are no files.
         paths = [path for path in paths if path != "specsamp/xla" and "NAME" not in path]
         assert paths and not [path for path in paths if not (ROOT / path).exists()]
 

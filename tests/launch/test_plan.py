@@ -1,4 +1,4 @@
-"""Forecasts from the command line: as the docstring has them, and what is refused in one line."""
+"""Forecasts from the command line, with the examples of its docstring; damaged files are named."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ def test_forecasts(line):
 
 
 def measured(K, draft_temperature, emitted):
-    """A cell whose rounds emit ``emitted`` tokens."""
+    """Returns a cell whose rounds emit ``emitted`` tokens."""
     distribution = {
         "temperature": 0.8,
         "top_k": 0,
@@ -71,7 +71,7 @@ def test_damaged_files_are_named(tmp_path, flag, content, message):
 
 
 def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
-    """The sweep that ships gives the draft temperatures of its own: its acceptance is not that of
+    """A draft with a temperature of its own, as in the shipped sweep, has another acceptance than
     the pair.
     """
     path = tmp_path / "cells.json"
@@ -86,7 +86,7 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
 
 
 def test_a_band_is_shown_as_the_compile_report_shows_it():
-    """The same edges; and the speedup of programs with the same errors, which is one number."""
+    """A plan shows the bands of the compile report, and the error of their calibration."""
     path = "notebooks/results/compile_qwen_3b_v5e.json"
     document = json.loads((ROOT / path).read_text())
     step, drafted = (

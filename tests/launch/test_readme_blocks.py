@@ -1,6 +1,4 @@
-"""Every block of Python in a README runs; every command of launch is parsed, flags and fields of
-configurations.
-"""
+"""Every block of Python in a README runs, and every command of launch is parsed with its fields."""
 
 import importlib
 import re
@@ -21,7 +19,7 @@ PAGES = sorted(
 )
 SCRIPT = re.compile(r"(?:.*/)?launch/([a-z_/]+)\.py")
 PROMPTS = '["def read_file(path):", "class Node:"]'
-# The beginning of a block of Python, and its parts that are made smaller before it runs.
+# The first words of a block of Python, and the parts that become smaller before it runs.
 SMALLER = {
     "from specsamp import BlockRule": {
         "max_new_tokens=128": "max_new_tokens=8",
@@ -69,9 +67,7 @@ def blocks(language):
 
 
 def commands():
-    """Commands of launch in blocks of the shell and in the text, also those that a script of
-    launch/tpu runs.
-    """
+    """Returns commands of launch in shell blocks and text, also behind a script of launch/tpu."""
     lines = [
         (page, line)
         for page, code in blocks("bash")
@@ -112,7 +108,7 @@ def test_a_block_of_python_runs(page, code):
 
 
 def small_pair():
-    """A pair over eight devices, for blocks that begin with a pair."""
+    """Returns a pair that eight devices can share, for blocks that begin with a pair."""
     model = TransformerLM(tiny(num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64))
     params = jax.tree.map(
         lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))

@@ -1,6 +1,4 @@
-"""Command lines that commands refuse: one line that names the fault, exit status 2, and no
-traceback.
-"""
+"""Bad command lines are refused: one line that names the fault, exit status 2, and no traceback."""
 
 import importlib
 import pathlib
@@ -17,9 +15,7 @@ SECTIONS = dict(re.findall(r"^\[(.*)\]\n((?:.+\n)+)", TABLE, re.MULTILINE))
 
 
 def cases(section, *marks):
-    """Returns the commands of a section and what is said of each; their ids are those of their
-    place in it.
-    """
+    """Returns the commands of a section, each with the text that its refusal contains."""
     pairs = [line.split(" => ") for line in SECTIONS[section].splitlines()]
     return [pytest.param(command, message, marks=marks) for command, message in pairs]
 

@@ -1,4 +1,4 @@
-"""Commands over several replicas: together they write what one run writes."""
+"""The replicas of a command together write the results of one run."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def texts(path):
 
 @pytest.fixture
 def asked(tmp_path):
-    """The flags of a small pair and of a file of prompts."""
+    """Writes a small pair and a file of prompts, and returns their flags."""
     save_tiny_pair(tmp_path / "pair", ["def f(x):"])
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(one) + "\n" for one in PROMPTS), encoding="utf-8")
@@ -38,8 +38,8 @@ def asked(tmp_path):
 
 @pytest.mark.slow
 def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
-    """As an Indexed Job numbers them; one pod never starts, and a run of everything decodes its
-    part.
+    """Pods have the indices of an Indexed Job; if one never starts, a run of all prompts decodes
+    its part.
     """
     page = (ROOT / "launch" / "tpu" / "README.md").read_text()
     (line,) = re.findall(r"- -c\n +- (python .*)", page)
@@ -86,9 +86,7 @@ def test_a_wrong_line_of_prompts_is_refused(tmp_path, line, message):
 
 @pytest.mark.slow
 def test_an_evaluation_of_replicas_has_the_scores_of_one_run(tmp_path):
-    """The second replica was killed in its last block: the run of everything decodes what that
-    block lacks.
-    """
+    """A run of all problems decodes the completions that a killed replica's last block lacks."""
     asked = [
         "--task=python",
         "--problems=5",

@@ -1,5 +1,5 @@
-"""The command that serves a pair: it says where, ends by an interrupt, and refuses what it cannot
-serve at once.
+"""The command that serves a pair prints its address, ends by an interrupt, and refuses bad settings
+at once.
 """
 
 import importlib
@@ -19,9 +19,7 @@ KEY = "SPECSAMP_SERVE_KEY"
 
 
 def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
-    """Runs in this process, with keys of the environment, and is ended by a signal that ends
-    processes.
-    """
+    """The server runs in this process, reads its keys from the environment, and ends by SIGTERM."""
     from support.services import post, request, wait_until
 
     save_tiny_pair(tmp_path, ["def f(x):"])
@@ -65,7 +63,7 @@ def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
 
 
 def ask_beside(ask, monkeypatch):
-    """Calls a function of the server in a thread, while the server runs."""
+    """Calls ``ask`` with the server, in a thread, while the server runs."""
     from specsamp.serving.web_server import WebServer
 
     run = WebServer.run
@@ -83,7 +81,7 @@ def ask_beside(ask, monkeypatch):
 
 
 def test_a_service_that_fails_ends_the_server(tmp_path, monkeypatch):
-    """Whoever waits is told, and the process ends with the error."""
+    """The pending request gets status 500, and the process ends with the error."""
     from specsamp.serving.service import Service
     from support.services import post, wait_until
 
@@ -107,7 +105,7 @@ def test_a_service_that_fails_ends_the_server(tmp_path, monkeypatch):
 
 
 class Compiling:
-    """A service whose compiler is interrupted while the server waits for it."""
+    """A service that is interrupted while it waits for its compiler."""
 
     def close(self):
         self.is_closed = True
@@ -118,7 +116,7 @@ class Compiling:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_second_interrupt_does_not_wait_for_what_is_being_compiled(monkeypatch, at_once):
-    """The first closes the service; a normal exit of the process would wait, too."""
+    """The first interrupt closes the service; after the second, a normal exit would still block."""
     with only_shared_flags():  # another script may have defined flags of these names
         serve = importlib.import_module("launch.serve")
     ended, service = [], Compiling()
@@ -131,7 +129,7 @@ def test_a_second_interrupt_does_not_wait_for_what_is_being_compiled(monkeypatch
 
 @pytest.fixture
 def never(monkeypatch):
-    """No weights are read and none are made."""
+    """Fails the test if weights are read or made."""
 
     def fail(*_, **__):
         raise AssertionError("a pair was read")

@@ -1,6 +1,4 @@
-"""The scripts that install: which Python they take, which versions of packages, and when they
-install again.
-"""
+"""The scripts that install: their choice of a Python and versions, and when they install again."""
 
 import os
 import pathlib
@@ -18,8 +16,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ("launch/setup.sh", "launch/test.sh", "launch/demo.sh", ".ci/run", ".ci/house.sh")
 CONSTRAINTS = (".ci/newest.txt", ".ci/oldest.txt")
 
-# Stands for a Python and for the environments that it makes: notes how it was called, and under
-# which constraints.
+# Stands for a Python and for the environments that it makes: records its calls and their
+# constraints.
 PYTHON = r"""#!/bin/bash
 if [[ $1 == -c ]]; then
   exec {real} -c "{release}; exec(sys.argv[1])" "$2"
@@ -45,8 +43,8 @@ TOOLS = (
     "grep",
     "mkdir",
     "rm",
-)  # PATH has no other: no Python of this machine
-FAILS = "#!/bin/sh\nexit 127\n"  # as pyenv's do for a version that is installed but not active
+)  # all of PATH: no Python of this machine
+FAILS = "#!/bin/sh\nexit 127\n"  # as pyenv's shims do for an inactive version
 
 
 class Checkout:
@@ -92,7 +90,7 @@ class Checkout:
         )
 
     def called(self, command):
-        """Runs a command that succeeds, and returns how the stand-ins were called meanwhile."""
+        """Runs a command that must succeed, and returns the calls of the stand-ins meanwhile."""
         self.notes.unlink(missing_ok=True)
         done = self.run(command)
         assert done.returncode == 0, done.stderr
@@ -211,7 +209,7 @@ def test_ci_runs_all_tests_on_the_newest_releases_and_the_quick_core_on_the_olde
 
 
 def requirements(monkeypatch):
-    """Returns what setup.py requires for running and testing, with the extra for TPUs."""
+    """Returns the requirements of setup.py for running and testing, with the extra for TPUs."""
     found = {}
     monkeypatch.setattr("setuptools.setup", lambda **options: found.update(options))
     monkeypatch.setattr("sys.argv", ["setup.py"])
@@ -223,9 +221,7 @@ def requirements(monkeypatch):
 
 
 def versions(name, python):
-    """Returns the exact versions that a file of constraints has for a version of Python
-    on Linux.
-    """
+    """Returns the versions that a file of constraints pins for a version of Python on Linux."""
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     here = {"python_version": python, "python_full_version": f"{python}.1"}
     here |= {"sys_platform": "linux", "platform_machine": "x86_64"}
@@ -244,7 +240,7 @@ def test_newest_versions_are_fixed_for_every_python(monkeypatch, python):
 
 
 def test_oldest_versions_are_those_that_setup_names(monkeypatch):
-    """If a bound is lower, no set of versions has it: raise it."""
+    """A bound below the pinned version is tested with no set of versions: raise it."""
     pins = versions(".ci/oldest.txt", "3.11")
     of_the_core = [one for one in requirements(monkeypatch) if one.name != "gcsfs"]
     assert len(of_the_core) > 25

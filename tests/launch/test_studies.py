@@ -1,4 +1,4 @@
-"""Studies: their arithmetic, from results that are made up or committed."""
+"""The arithmetic of studies, on made-up and committed results."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""The runner of studies: it measures what is missing, shows what is there, and refuses what it
-cannot keep.
-"""
+"""The runner of studies measures missing results, shows stored ones, and replaces no other file."""
 
 import json
 
@@ -19,7 +17,7 @@ def table(document):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a study that counts its measurements, and fails for a scale below 0."""
+    """Returns a function that runs a study and counts its measurements; a scale below 0 fails."""
     measured = []
 
     def measure(options, say):

@@ -1,6 +1,4 @@
-"""The scripts for Cloud TPU slices: the commands that they run, what they refuse, and what they do
-when Google answers.
-"""
+"""The scripts for Cloud TPU slices: their commands, refusals, and reactions to Google's answers."""
 
 import os
 import re
@@ -38,7 +36,7 @@ def test_help_is_the_header(cloud, script):
     assert "--dry_run" in done.stdout and "set -euo" not in done.stdout
 
 
-# What would run.
+# The commands of dry runs.
 
 
 @pytest.mark.parametrize(
@@ -106,9 +104,7 @@ def test_keep_running_is_create_setup_run_and_delete(cloud):
 
 
 def test_hosts_without_external_addresses(cloud):
-    """Ordered in a network of the user's; reached through Identity-Aware Proxy, or from within that
-    network.
-    """
+    """The hosts are in the user's network, reached from within or through Identity-Aware Proxy."""
     order = cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *NETWORK)[0][1]
     assert order[-6:-2] == [
         "--internal-ips",
@@ -152,7 +148,9 @@ def test_gke_hands_secrets_over_by_name(cloud):
 
 
 def test_gke_starts_a_workload_for_each_replica(cloud):
-    """In a cluster of as many slices; what their commands end with is all that differs."""
+    """The cluster has a slice for each replica; the commands of the workloads differ only in their
+    last flag.
+    """
     of_slice = ("--name=big", "--accelerator=v5p-32", "--replicas=2")
     (create,), _ = cloud.dry_run("gke", "create", *of_slice)
     assert "--num-slices=2" in create
@@ -186,7 +184,7 @@ def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
     assert done.returncode == 3 and "--wait-for-job-completion=texts-1" in done.stderr
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_a_slice_is_described_without_installed_packages():
     assert done.stderr.count("\n") == 1
 
 
-# What happens when Google Cloud answers.
+# Reactions to answers of Google Cloud.
 
 
 def test_create_waits_until_the_slice_is_there(cloud):
@@ -440,8 +438,8 @@ def keep(cloud, *command, flags=()):
 
 
 def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
-    """Taken after step 3; Google first says ACTIVE, and refuses to delete at once. Meanwhile
-    somebody commits.
+    """A slice is lost after step 3, and the next one runs the same commit, although a later commit
+    exists and Google reports ACTIVE at first and refuses a deletion.
     """
     cloud.states("MISSING", "PROVISIONING", "ACTIVE")
     commit = cloud.git("rev-parse", "HEAD")

@@ -1,6 +1,4 @@
-"""launch/train.py and export.py: killed and resumed, and what is refused before anything is
-written.
-"""
+"""launch/train.py and export.py: killed trainings resume, and faults are named before any write."""
 
 import json
 import os
@@ -29,12 +27,12 @@ from support.training import (
     training_config,
 )
 
-# ml_collections loads configurations in a way that the standard library has deprecated.
+# ml_collections loads configurations by a deprecated function of the standard library.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 def killed_once_it_has_reached(step, folder, arguments, environment):
-    """Runs a training until it has logged a step, then kills it for good."""
+    """Runs a training until it has logged a step, then kills it without cleanup."""
     process = subprocess.Popen(
         [sys.executable, "launch/train.py", *arguments],
         cwd=ROOT,
@@ -57,7 +55,7 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
 
 @pytest.mark.slow
 def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts, tmp_path):
-    """Killed without a chance to clean up: the losses are those of a run that was left alone."""
+    """A training that is killed without cleanup has the losses of an uninterrupted run."""
     target = tmp_path / "target"
     flags_of = [
         f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()
@@ -117,8 +115,8 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
 
 @pytest.mark.slow
 def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
-    """From scratch, and from the run of a target with that run's tokenizer; exits are measured as
-    drafts are.
+    """The training starts from scratch, or from a target's run with its tokenizer; exits are
+    measured like drafts.
     """
     fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}
     with pytest.raises(ValueError, match="a model of one layer has no earlier exit"):
@@ -134,23 +132,23 @@ def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
     tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("scratch", "tuned")]
     assert tokenizers[0] == tokenizers[1]
     first, then = (metrics(tmp_path / name) for name in ("scratch", "tuned"))
-    assert then[0]["text_loss"] < first[0]["text_loss"] - 0.01  # it began with what was trained
+    assert then[0]["text_loss"] < first[0]["text_loss"] - 0.01  # starts from trained parameters
     assert 0 < then[-1]["held_out/acceptance/exit_1 (temperature 1)"] <= 1
 
 
 def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
-    """One of blank lines would be no prompt, and the pair then refused wherever its prompts are
-    decoded.
+    """A beginning of blank lines is no prompt: commands that decode a pair's prompts would refuse
+    the pair.
     """
     held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
     corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
-    (tmp_path / "pair.json").write_text("{}")  # so it is the folder of a pair
+    (tmp_path / "pair.json").write_text("{}")  # marks the folder of a pair
     export.write_prompts(tmp_path / "prompts.json", corpus)
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
     export.write_prompts(
         tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest="")
     )
-    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
+    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # no held-out file: the old prompts stay
 
 
 @pytest.mark.parametrize("asked, message", refused_trainings("kinds"))
@@ -168,7 +166,7 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path,
 def test_a_distillation_is_checked_before_its_target_writes_anything(
     train, texts, tmp_path, monkeypatch, fields, message
 ):
-    """The target writes for an hour; what it has written would then not fit."""
+    """A mismatch would otherwise appear only after the target has written texts for an hour."""
 
     def sized(**sizes):
         return train.make_model(training_config("tiny_target", texts, TARGET | sizes))

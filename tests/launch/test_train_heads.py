@@ -1,6 +1,4 @@
-"""launch/train.py trains heads: of pairs and of public checkpoints; they are exported, and draft by
-a word.
-"""
+"""launch/train.py trains heads of pairs and public checkpoints; exported, they draft by a word."""
 
 import dataclasses
 import json
@@ -34,15 +32,13 @@ BLOCK = {"model.num_layers": 2, "head.mask_id": 299, "test_time.anchors": 3, "te
 
 @pytest.fixture
 def pair_folder(tmp_path):
-    """A pair with random weights, whose target has two layers."""
+    """Writes a pair with random weights, whose target has two layers, and returns its folder."""
     save_tiny_pair(tmp_path / "pair", ["def f(x):"], num_layers=2)
     return tmp_path / "pair"
 
 
 def drafts_as_it_was_trained(pair, run, prompt):
-    """Checks a pair's head against its training run, and that greedy text with it is that of plain
-    decoding.
-    """
+    """Checks a pair's head against its training run, and its greedy text against plain decoding."""
     trained = open_trained(run, is_head=True)
     for ours, theirs in zip(
         jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True
@@ -57,9 +53,7 @@ def drafts_as_it_was_trained(pair, run, prompt):
 def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     train, texts, tmp_path, pair_folder, monkeypatch
 ):
-    """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most
-    frequent tokens.
-    """
+    """Greedy text is the target's own, and a tuned head keeps its vocabulary of frequent tokens."""
     fields = HEAD | {
         "target": str(pair_folder),
         "head.draft_vocab_size": 40,
@@ -79,12 +73,12 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal",
     ):
         train.run_training(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
-    elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
+    elsewhere = tmp_path / "elsewhere"  # texts with other frequent tokens
     elsewhere.mkdir()
     for i in range(12):
         (elsewhere / f"text_{i}.py").write_text("while True: pass  # zzz yyy xxx\n" * 30)
     further = more | {"data.folder": str(elsewhere), "train.steps": 3}
-    with monkeypatch.context() as patch:  # what is looked at has been written before the first step
+    with monkeypatch.context() as patch:  # draft_ids.npy is written before the first step
         patch.setattr(train, "train", lambda *_, **__: None)
         train.run_training(
             training_config("tiny_head", texts, further), tmp_path / "further", quiet()
@@ -119,9 +113,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 
 @pytest.mark.slow
 def test_a_block_head_is_trained_by_a_word(train, texts, tmp_path, pair_folder):
-    """Sets no field; what is exported drafts by the same word, and is what training begins with
-    again.
-    """
+    """The exported head drafts by a word, and a further training can begin with it."""
     fields = HEAD | {"target": str(pair_folder), "generated.rows": 0} | BLOCK
     train.run_training(training_config("tiny_dspark", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
@@ -138,7 +130,9 @@ def test_a_block_head_is_trained_by_a_word(train, texts, tmp_path, pair_folder):
 
 @pytest.mark.slow
 def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch):
-    """With the parameters of the training, also when it is run again; other commands take them."""
+    """Both runs have the final parameters, also when the training is run again, and other commands
+    read them.
+    """
     states, original = [], train.train
     monkeypatch.setattr(
         train,
@@ -218,8 +212,8 @@ def public_config(target, chats, fields):
 def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
     train, chats, tmp_path, public_target
 ):
-    """The layer that the head has is the target's; it reads the target's chats, and is exported for
-    that target.
+    """The head's layer has the sizes of its target; it trains on the target's chats, and its run
+    refuses another target.
     """
     config = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
     said = []
@@ -240,7 +234,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
         0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
     )
     again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
-    # There is nothing left to do, and nothing differs.
+    # The same training again has nothing left to do.
     train.run_training(again, tmp_path / "head", quiet())
 
     to = f"--output={tmp_path / 'exported'}"
