@@ -1,6 +1,4 @@
-"""Rows and slots follow the requests, prompts are read in chunks, and what a row holds is not read
-again.
-"""
+"""Rows and slots follow the requests; prompts are read in chunks, and no token in a row twice."""
 
 import dataclasses
 import functools
@@ -34,9 +32,7 @@ SAMPLING = chain(temperature(1.0))
 
 
 def model_pair():
-    """Positions of tables that belong to a number of slots, and a draft that keeps tokens in its
-    cache.
-    """
+    """Returns a target with positions by number of slots, and a draft whose cache holds tokens."""
     target = TransformerLM(tiny(vocab_size=V, num_layers=2, positions="relative"))
     draft = TransformerLM(tiny(vocab_size=V, num_layers=1, positions="rotary", ngram_rows=32))
     pair = Pair(
@@ -57,8 +53,8 @@ def head_pair(head=eagle3(V)):
 
 
 def tokenizer_pair():
-    """A draft with 60 tokens that reads every odd token of the target as two ids: its text is
-    longer than the target's.
+    """Returns a pair whose draft has 60 tokens and reads odd tokens of the target as two ids: its
+    text is longer.
     """
     pair, _ = model_pair()
     draft = TransformerLM(tiny(vocab_size=60, num_layers=1, positions="rotary"))
@@ -77,13 +73,13 @@ PAIRS["modules"] = functools.partial(head_pair, mtp(V, num_modules=K + 1))
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes of 32, 64 and 128 slots."""
+    """Sets sizes of 32, 64 and 128 slots."""
     monkeypatch.setattr(batch, "SMALLEST_SLOTS", 32)
     monkeypatch.setattr(sizes, "PATIENCE", 2)
 
 
 class Texts:
-    """A service of a pair, its texts beside those of `generate`, and what its batch does."""
+    """A service and its batch, whose completions are compared with `generate`."""
 
     def __init__(self, kind="model", rows=4, **options):
         self.pair, drafter = PAIRS[kind]()
@@ -109,7 +105,7 @@ class Texts:
         self.service._step()
 
     def check(self):
-        """Waits for the texts that were asked for, and compares them."""
+        """Collects the requested completions, and compares them with `generate`."""
         found = dict(self.pieces.get(timeout=300) for _ in self.asked)
         for number, (prompt, budget) in enumerate(self.asked):
             (alone,) = generate(self.pair, [prompt], budget, method=self.method, seed=number)
@@ -128,7 +124,7 @@ class Texts:
 
 @pytest.mark.slow
 def test_texts_are_the_same_in_every_size(small, monkeypatch):
-    """One, then four, of up to the context; the sizes follow, and shrink again."""
+    """The size grows with requests up to the context, shrinks again, and changes no completion."""
     seen, resize = [], Runner.resize
     monkeypatch.setattr(Runner, "resize", lambda *of: (resize(*of), seen.append(of[-1]))[0])
     with Texts(in_background=False) as texts:
@@ -152,9 +148,7 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch):
 
 @pytest.mark.slow
 def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeypatch):
-    """A text goes on to its end; one that outgrows its slots waits for them and has the same
-    tokens.
-    """
+    """A short completion ends meanwhile; one that outgrows its slots has the same tokens."""
     compile_, is_open = Runner.compile, threading.Event()
 
     def slowly(self, thing):
@@ -180,9 +174,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*PAIRS, "lost"])
 def test_preempted_text_and_copied_prefix_change_no_text(small, monkeypatch, kind):
-    """Two long texts, the second of which copies the beginning of the first, give up a row to a
-    short one.
-    """
+    """Of two long completions with a common prefix, one yields its row to a short request."""
     keep, begun = Runner.set_aside, [3, 1, 4, 1, 5, 9, 2, 6] * 5
 
     def lose(*of):
@@ -215,7 +207,7 @@ def hybrid_pair():
 
 @pytest.mark.slow
 def test_prompt_of_a_hybrid_that_is_far_ahead_is_read_again(monkeypatch):
-    """A recurrent state cannot be taken back to the end of the prompt that two requests share."""
+    """A recurrent state cannot be rolled back to the end of a shared prompt."""
     monkeypatch.setitem(PAIRS, "hybrid", hybrid_pair)
     texts, prompt = Texts("hybrid", rows=2, in_background=False), [3, 1, 4, 1, 5, 9, 2, 6] * 4
     texts.ask(prompt, 75)
@@ -229,8 +221,8 @@ def test_prompt_of_a_hybrid_that_is_far_ahead_is_read_again(monkeypatch):
 
 @pytest.mark.slow
 def test_row_of_a_resumed_text_lends_no_former_prefix(small):
-    """A preempted text comes back to the row of a text that has ended, and a request with the
-    prompt of the ended one comes in the same step.
+    """A preempted completion resumes in the row of an ended one, whose prompt a new request repeats
+    in the same step.
     """
     order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
     texts, begun = Texts(rows=1, in_background=False, order=order), [3, 1, 4, 1, 5, 9, 2, 6] * 5
@@ -249,7 +241,7 @@ def test_row_of_a_resumed_text_lends_no_former_prefix(small):
 
 @pytest.mark.slow
 def test_host_memory_has_at_most_as_many_texts_as_rows(small):
-    """Each request is shorter than all before it."""
+    """Each request is shorter than all earlier ones, and preempts the running completion."""
     order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
     texts = Texts(rows=1, in_background=False, order=order)
     for budget in (90, 60, 35, 10):

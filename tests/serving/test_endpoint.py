@@ -1,6 +1,4 @@
-"""The endpoint, by the official client and by hostile requests; after each of these it still
-answers.
-"""
+"""The endpoint under the official client and hostile requests, after which it still answers."""
 
 import asyncio
 import json
@@ -50,7 +48,7 @@ def server(service):
 
 @pytest.fixture(scope="module")
 def strict(service):
-    """A server with a key and small limits, before the same service."""
+    """Starts a server with a key and small limits, in front of the same service."""
     with serving(service, timeout=0.5, keys=[KEY], max_body=200, has_chat=False) as running:
         yield running
 
@@ -78,7 +76,7 @@ def check_that_it_answers(server, service):
 
 
 def test_a_seeded_answer_is_that_of_generate(client):
-    """Counts cover two prompts with two samples each, and drafted tokens."""
+    """Two prompts with two samples each have the completions and counts of `generate`."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 7}
     answer = client.completions.create(
         model="bytes", prompt=["ab", "x"], max_tokens=9, n=2, logprobs=0, **settings
@@ -127,7 +125,7 @@ def test_a_stream_is_the_whole_in_pieces(client):
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_request_has_its_own_draft_length(client, length):
-    """Its text is that of generate with this length; counts have the names of vLLM."""
+    """The completion is that of `generate` with this length; counts have the names of vLLM."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 2**40 + 7}
     answer = client.completions.create(
         model="bytes", prompt="ab", max_tokens=20, extra_body={"draft_length": length}, **settings
@@ -141,9 +139,7 @@ def test_a_request_has_its_own_draft_length(client, length):
 
 
 def test_the_least_tokens_of_a_text(client):
-    """Stop tokens are excluded from them, as by a bias that ends; a string ends a text only after
-    them.
-    """
+    """The first tokens exclude stop tokens, as a bias does that ends after these tokens."""
     stops, settings = [ord("d"), ord("f")], dict(model="bytes", prompt="ab", max_tokens=20)
     for least in (0, 6):
         body = {"stop_token_ids": stops, "min_tokens": least}
@@ -166,7 +162,7 @@ def test_the_least_tokens_of_a_text(client):
 
 
 def test_likeliest_tokens_and_an_echo(client):
-    """As the loop records its own tokens, and as a client computes the likelihood of a text."""
+    """Log-probabilities are the loop's own; from an echo, clients compute a text's likelihood."""
     settings = dict(model="bytes", prompt=["abx", "h"], max_tokens=5, temperature=3.0, seed=2)
     plain, scored, echoed = (
         client.completions.create(**settings, **more).choices
@@ -229,7 +225,7 @@ def test_a_chat(client):
 
 
 def test_what_the_template_refuses(client, monkeypatch):
-    """That a template cannot be rendered here is no mistake of the client."""
+    """A refusal of the template is the client's mistake; a failure to render is not."""
 
     def ask(role):
         client.chat.completions.create(
@@ -293,9 +289,7 @@ def test_other_paths_and_methods(server):
 
 
 def test_a_key_a_size_and_a_time(strict, service):
-    """Wrong keys, bodies that are too large or never come, halves of requests, and bytes that are
-    no HTTP.
-    """
+    """Wrong keys, large or missing bodies, cut requests, and bytes that are no HTTP are refused."""
     asked, right = (
         {"prompt": "abc", "max_tokens": 3, "temperature": 0},
         {"authorization": f"Bearer {KEY}"},
@@ -325,13 +319,13 @@ def test_a_key_a_size_and_a_time(strict, service):
             raw.sendall(sent.encode())
             assert read_all(raw)[9:12].decode() == answered
     with socket.create_connection(("127.0.0.1", strict.port)) as raw:
-        raw.sendall((head + "{").encode())  # and leaves
+        raw.sendall((head + "{").encode())  # and closes the connection
     status, _, document = post(strict, COMPLETIONS, asked, **right)
     assert (status, document["choices"][0]["text"]) == (200, "def") and service.unfinished == 0
 
 
 def begin(server, **document):
-    """Sends a request whose answer is not read yet."""
+    """Sends a request, and returns its connection with the answer unread."""
     raw = socket.create_connection(("127.0.0.1", server.port), timeout=120)
     body = json.dumps({"prompt": "a", "max_tokens": CONTEXT - 1, "temperature": 0} | document)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -341,7 +335,7 @@ def begin(server, **document):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(server, service, gate, stream):
-    """The row is free long before the text would have ended."""
+    """The row is free long before the end of the completion."""
     before = service.batch.usage.rounds
     with begin(server, stream=stream):
         wait_until(lambda: any(service.batch.table.entries))
@@ -356,7 +350,7 @@ def test_a_client_that_leaves_frees_its_row(server, service, gate, stream):
 def test_a_client_that_does_not_read_holds_no_row(server, service):
     before = service.batch.usage.busy
     with begin(server, stream=True), begin(server, stream=False):
-        # Each of the two texts takes a third of its tokens in rounds, at least.
+        # Each of the two completions takes at least a third of its tokens in rounds.
         wait_until(
             lambda: (
                 service.batch.usage.busy - before >= 2 * (CONTEXT // 3) and service.unfinished == 0
@@ -367,7 +361,7 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
-    """Such as one that asks again and again over a connection, and reads nothing."""
+    """For example, a client sends request after request over a connection, and reads nothing."""
     app = Endpoint(service=service, model="bytes", timeout=0.1).app()
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
     asked = [{"type": "http.request", "body": body}]
@@ -415,7 +409,7 @@ def test_an_error_within_a_stream_is_its_last_event(client, server, service, mon
 
 
 def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
-    """To the clients, whether they read a stream or wait, and to who stopped the server."""
+    """Clients get the message in streams and answers; the server counts the ended completions."""
     service = make_service()
     service.start()
     gate = Gate(monkeypatch)

@@ -1,7 +1,7 @@
-"""The fuzzer finds no difference in a few streams, and finds every planted fault; `tests/fuzz.py`
-runs for longer.
+"""The fuzzer finds no difference in a few streams, and finds a planted fault; `tests/fuzz.py` runs
+for longer.
 
-It has processes of its own, since everything computes in float64 there.
+It has its own processes, since it computes everything in float64.
 """
 
 import pathlib
@@ -30,7 +30,7 @@ def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
     assert status == 0, output[-2000:]
 
 
-# Few streams of one setting show this fault; `tests/fuzz.py --fault` looks for each of the others.
+# A few streams of one setting show this fault; `tests/fuzz.py --fault` plants any fault.
 FAULT = "a prefix is copied two tokens too long"
 
 
@@ -40,7 +40,7 @@ def test_planted_fault_is_found():
 
 
 def test_every_fault_can_be_planted():
-    """The code that a fault changes stands where it is looked for."""
+    """Every fault still matches the code that it changes."""
     for fault in FAULTS.values():
         for change in fault.changes:
             assert change is MOVED or callable(changed(change))

@@ -1,4 +1,4 @@
-"""Replies, whose tokens have names, bytes and offsets that fit the text, whatever the tokenizer."""
+"""Names, bytes and offsets of a reply's tokens fit its text, with every style of tokenizer."""
 
 import dataclasses
 import itertools
@@ -23,9 +23,7 @@ METHOD = Method(drafter=NoDrafter())
 
 
 def replied(style, prompt, tokens, ends, is_chat=False, exact=True, **fields):
-    """The answer to a request whose tokens come in chunks with these ends, and the chunks of its
-    stream.
-    """
+    """Returns the answer to a request, and chunks of its stream that end after ``ends`` tokens."""
     asked = (
         {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": list(prompt)}
     )
@@ -83,7 +81,7 @@ def test_names_of_a_stream_are_its_text_and_offsets_are_their_places(style, star
 
 @pytest.mark.parametrize("style", STYLES)
 def test_bytes_in_a_row_are_those_of_the_text(style):
-    """Also of a text that ends inside a character; a token without text has a name and no bytes."""
+    """The text may end inside a character; a token without text has a name and no bytes."""
     text = tokenizer(style)
     prompt, tokens = text.encode("a."), text.encode(TEXT)[:-4]
     for rest in (tokens, [*tokens[:8], text.eos_id, *tokens[8:]]):
@@ -101,7 +99,7 @@ def test_bytes_in_a_row_are_those_of_the_text(style):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
-    """A prompt's special token has a name that is no part of the text, and moves no offset."""
+    """A special token of the prompt has a name, adds no text, and moves no offset."""
     text = tokenizer(style)
     tokens = text.encode(TEXT)
     answer, _ = replied(style, tokens[:6], tokens[6:], [len(tokens) - 6], logprobs=3, echo=True)

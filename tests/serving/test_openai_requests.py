@@ -1,4 +1,4 @@
-"""What requests of OpenAI's protocol mean, and how those that mean nothing are refused."""
+"""The meaning of requests in OpenAI's protocol, and the refusal of requests without a meaning."""
 
 import json
 import pathlib
@@ -134,7 +134,7 @@ def test_tools_reach_the_template_and_make_a_grammar():
     assert arguments == {"$id": "tool:0", "type": "object", **function["parameters"]}
     (prompt,) = read(document, is_chat=True).prompts
     call["function"]["arguments"] = {"x": 1}
-    del called["content"]  # a null is left out, as transformers does
+    del called["content"]  # a null counts as absent, as in transformers
     assert prompt == {"messages": [called, document["messages"][1]], "tools": tools}
     assert [*prompt["tools"][0]["function"]] == [*tools[0]["function"]], "in the client's order"
     call["function"]["arguments"] = ""
@@ -145,9 +145,7 @@ def test_tools_reach_the_template_and_make_a_grammar():
 
 
 def answers():
-    """Returns the messages of answers as openai-python has them: read whole, and put together from
-    a stream.
-    """
+    """Yields answers as openai-python holds them: read whole, and assembled from a stream."""
     from openai.lib.streaming.chat import ChatCompletionStreamState
     from openai.types.chat import ChatCompletionChunk, ChatCompletionMessage
 
@@ -173,9 +171,7 @@ def answers():
 
 @extras.needs("openai")
 def test_answers_as_openai_python_keeps_them_are_history():
-    """Every streaming agent sends back the message that the client's helper puts together: indices,
-    parsed arguments.
-    """
+    """Agents send back the message that the client assembles, with indices and parsed arguments."""
     contents = {"a text": "So.", "no text": "", "a call": "", "a refusal": "No."}
     calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
     for name, message in answers():

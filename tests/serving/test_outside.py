@@ -1,6 +1,4 @@
-"""What is seen of the endpoint from outside: counts, log lines and the page; and what one client
-may do to others.
-"""
+"""The endpoint from outside: counts, log lines, the page, unclear requests, shares of clients."""
 
 import collections
 import concurrent.futures
@@ -47,7 +45,7 @@ def server(service, lines):
 
 
 def raw_request(server, head, body=b""):
-    """Returns the status and the document of an answer to bytes."""
+    """Sends bytes, and returns the status and the document of the answer."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as raw:
         raw.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
         raw.shutdown(socket.SHUT_WR)
@@ -56,7 +54,7 @@ def raw_request(server, head, body=b""):
 
 
 def counts(server):
-    """Returns the samples of /metrics by name and labels, read by the library of Prometheus."""
+    """Returns the samples of /metrics by name and labels, parsed by the library of Prometheus."""
     status, document = raw_request(server, "GET /metrics HTTP/1.1\nhost: x\nconnection: close")
     assert status == 200
     families = list(text_string_to_metric_families(document.decode()))
@@ -102,7 +100,7 @@ def test_counts_are_those_of_the_answers(server):
 def test_each_request_is_a_line(server, lines):
     lines.clear()
     post(server, COMPLETIONS, ASKED)
-    wait_until(lambda: len(lines) == 1)  # which is written after the answer
+    wait_until(lambda: len(lines) == 1)  # the line follows the answer
     raw_request(server, "GET /a%1b%0ab HTTP/1.1\nhost: x\nconnection: close")
     wait_until(lambda: len(lines) == 2)
     pattern = (
@@ -116,7 +114,7 @@ def test_each_request_is_a_line(server, lines):
 
 
 def test_the_page_loads_nothing_from_elsewhere(server):
-    """It writes no text as HTML either."""
+    """The page also writes no text as HTML."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         head, _, page = read_all(raw).decode().partition("\r\n\r\n")
@@ -151,7 +149,7 @@ def test_bodies_that_are_refused_at_once(server, headers, status, message):
     assert not message or set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
 
 
-# What a proxy may have taken for a part of a body.
+# A request that a proxy may have taken for a part of a body.
 HIDDEN = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 BOTH = "content-length: 4\ntransfer-encoding: chunked"
 
@@ -173,7 +171,7 @@ def test_nothing_is_answered_behind_a_request_whose_end_is_unclear(server, path,
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
         raw.sendall(head.replace("\n", "\r\n").encode() + HIDDEN)
         received = b""
-        with contextlib.suppress(ConnectionResetError):  # it is closed with bytes that nobody read
+        with contextlib.suppress(ConnectionResetError):  # closed with unread bytes
             while part := raw.recv(1 << 16):
                 received += part
     assert received[:9] == b"HTTP/1.1 " and received[9:12] in (b"400", b"501"), received
@@ -181,9 +179,7 @@ def test_nothing_is_answered_behind_a_request_whose_end_is_unclear(server, path,
 
 
 def test_a_connection_is_kept_as_long_as_its_server_says(service, server):
-    """Five seconds, the default of uvicorn, closed connections under the clients that would use
-    them again.
-    """
+    """The default of uvicorn, five seconds, closed connections before clients used them again."""
     with serving(service, timeout=45.0) as patient:
         assert patient.config.timeout_keep_alive == 90
     with contextlib.closing(
@@ -216,9 +212,7 @@ def test_more_requests_than_may_be_open_are_refused_in_json(service):
 
 @pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), ([], "aab")])
 def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
-    """Two requests with one key and then one with another, of one address: who writes first; texts
-    take some slices.
-    """
+    """With keys a, a and b, the third request overtakes the second; without keys it does not."""
     gate, made, answers = (
         Gate(monkeypatch),
         Service(PAIR, METHOD, rows=1, context=40, max_waiting=9),

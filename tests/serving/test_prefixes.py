@@ -1,5 +1,5 @@
-"""Prompts that begin like others, on a small transformer: it looks at every slot, so a wrong one
-changes the text.
+"""Prompts with equal prefixes, on a small transformer that attends to every slot: a wrong slot
+changes the completion.
 """
 
 import jax
@@ -36,7 +36,7 @@ def text(random, length):
 
 @pytest.mark.parametrize("draft_length", [0, K])
 def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length):
-    """Four prompts are read in one call, two of them behind prefixes that ended texts have left."""
+    """One call reads four prompts, two of them after prefixes copied from ended completions."""
     random = np.random.default_rng(0)
     prompts = [text(random, 90) for _ in range(4)]
     for parent in (0, 1):
@@ -53,9 +53,7 @@ def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_
 
 @pytest.mark.slow
 def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
-    """The draft is paused, so it has read less than the target; the room for chunks is that of the
-    whole prompt.
-    """
+    """A paused draft has read less than the target; chunks have the room of the whole prompt."""
     random = np.random.default_rng(0)
     first = text(random, 120)
     second = first[:100] + text(random, 132)

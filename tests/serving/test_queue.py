@@ -1,6 +1,4 @@
-"""Many prompts over few rows: each text is the one that its prompt has alone, and rows are seldom
-idle.
-"""
+"""Many prompts over few rows: each completion is the same as alone, and rows are seldom idle."""
 
 import dataclasses
 import io
@@ -35,7 +33,7 @@ def by_row(completions):
 
 
 def queue(order=range(7), **options):
-    """Decodes the prompts in some order; a prompt keeps its id, budget and temperature."""
+    """Decodes the prompts in ``order``; a prompt keeps its id, budget and temperature."""
     prompts, budgets, values = ([of[i] for i in order] for of in (PROMPTS, BUDGETS, VALUES))
     sampling = chain(temperature(values), top_p(0.9))
     options = dict(rule=BlockRule(), num_samples=2, prompt_ids=list(order)) | options
@@ -44,7 +42,7 @@ def queue(order=range(7), **options):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Completions of each prompt by itself."""
+    """Returns the completions of each prompt by itself."""
     rows = []
     for index, (prompt, budget, value) in enumerate(zip(PROMPTS, BUDGETS, VALUES)):
         sampling = chain(temperature(value), top_p(0.9))
@@ -58,7 +56,7 @@ def alone():
 
 @pytest.mark.parametrize("rows", slow_but([1, 3], 3))
 def test_a_text_is_the_one_that_its_prompt_has_alone(alone, rows):
-    """Tokens, end and counts, for any order and number of rows."""
+    """Tokens, end and counts are the same for any order and number of rows."""
     order = [3, 6, 0, 5, 1, 4, 2]
     done = [
         dataclasses.replace(row, prompt_index=order[row.prompt_index])
@@ -68,7 +66,7 @@ def test_a_text_is_the_one_that_its_prompt_has_alone(alone, rows):
 
 
 def test_completions_say_when_neighbours_matter():
-    """A scheduler over rows; under the coupled rule a text is the same whatever was drafted."""
+    """Drafts may depend on other rows, and completions as well, except under the coupled rule."""
 
     @dataclasses.dataclass(frozen=True)
     class Scheduler(NgramDrafter):
@@ -87,9 +85,7 @@ def test_completions_say_when_neighbours_matter():
 
 
 def test_rows_are_busy_while_prompts_wait():
-    """Budgets from 1 to 60 at random: fixed batches wait for their longest text, the queue does
-    not.
-    """
+    """With budgets from 1 to 60, rows of fixed batches idle until the longest completion ends."""
     budgets = np.random.default_rng(0).integers(1, 61, 96).tolist()
     prompts = [[1 + index % 11] for index in range(96)]
     work = generate_many(PAIR, prompts, budgets, rows=8, draft_length=0)
@@ -122,7 +118,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
     seen = [next(first) for _ in range(5)]
     first.close()
     with open(path, "a") as file:
-        file.write('{"prompt_index": 6, "samp')  # the line at which it was killed
+        file.write('{"prompt_index": 6, "samp')  # killed within this line
     second = queue(rows=2, log=path)
     done = list(second)
     assert done[:5] == seen and by_row(done) == alone
@@ -133,7 +129,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
 
 
 def test_a_log_has_one_writer_and_what_ended_before_a_break(tmp_path):
-    """Rows that end together are written before the first of them is handed out."""
+    """Completions that end together are in the log before the first of them is returned."""
     path = tmp_path / "texts.jsonl"
 
     def ask(pair=PAIR):
@@ -198,9 +194,7 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
 
 
 def test_prompts_are_read_together(monkeypatch):
-    """Four rows that are free at once take four prompts of any length by one call; the texts are
-    those of single calls.
-    """
+    """One call reads four prompts of any length into free rows, and changes no completion."""
     counted, extend = [], Engine.extend
 
     def count(engine, requests, *arguments):
@@ -220,7 +214,7 @@ def test_prompts_are_read_together(monkeypatch):
 
 
 def test_what_prompts_share_is_read_once():
-    """By samples of one prompt, and by prompts with the same examples before them."""
+    """Samples of one prompt share all of it, different prompts the examples at their beginning."""
     shots = [index % 11 for index in range(60)]
     work = generate_many(PAIR, [[*shots, 3], [*shots, 4]], 3, rows=1, num_samples=2, draft_length=1)
     together = by_row(work)

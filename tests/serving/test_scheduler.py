@@ -91,7 +91,7 @@ def test_first_come_preempts_nothing_even_for_priority():
 
 @pytest.mark.parametrize("aging, first", [(9.4, "short"), (9.6, "long")])
 def test_waiting_counts_as_tokens(aging, first):
-    """The short text has 38 tokens less, and comes 4 seconds later."""
+    """The short request has 38 tokens less, and arrives 4 seconds later."""
     order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=aging)
     long, short = entry(budget=40), entry(budget=2, arrived=4.0)
     assert (scheduler_of(long, short, order=order).waiting[0] is short) == (first == "short")
@@ -121,9 +121,9 @@ def test_lengths_are_learned_from_near_prompts():
         ([(5, 0), (60, 0)], 128, False, (64, 1)),
         ([(5, 0)], 128, False, (16, 1)),
         ([(100, 0)], 128, False, (64, 1)),
-        ([(40, 80)], 128, False, (16, 1)),  # 64 would end at 144
+        ([(40, 80)], 128, False, (16, 1)),  # a chunk of 64 would end at 144
         ([(100, 0)], 128, True, (64, 2)),
-        ([(90, 0), (50, 40)], 128, True, (64, 1)),  # two calls of both would end at 168
+        ([(90, 0), (50, 40)], 128, True, (64, 1)),  # two calls would end at 168
     ],
 )
 def test_chunks_fit_the_slots_of_every_row(left, slots, is_whole, planned):

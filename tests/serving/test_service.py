@@ -1,6 +1,4 @@
-"""Requests as they come: each text is the one that it is alone, and neither a caller nor an error
-holds up the others.
-"""
+"""Requests at any time: completions are the same as alone; no caller or error blocks them."""
 
 import queue
 import threading
@@ -37,7 +35,7 @@ def sampling_request(prompts, budget=8, temperature=0.0, top_p=1.0, **options):
 
 
 class Caller:
-    """Asks, and collects what it gets by row."""
+    """A caller with one request, whose chunks it collects by row."""
 
     def __init__(self, service, prompts, budget=8, **options):
         self.pieces = queue.SimpleQueue()
@@ -65,8 +63,8 @@ def of(completions):
 
 
 def test_texts_of_different_requests_are_those_that_they_have_alone(service):
-    """More than there are rows, of different warps, seeds, budgets, samples and ends, streamed and
-    whole; all at once.
+    """More requests than rows run at once, with different warps, seeds, budgets, samples and ends,
+    streamed and whole.
     """
     asked = [
         dict(prompts=["abc"], budget=9),
@@ -97,7 +95,7 @@ def test_queue_of_requests_begins_with_the_smallest_priority():
 
 
 def test_prompts_of_any_length_up_to_the_context(service):
-    """And without a budget a text has all the room."""
+    """Without a budget, a completion fills the context."""
     ((tokens, finish, _),) = Caller(service, ["ab"], None).wait()
     assert (len(tokens), finish) == (CONTEXT - 2, "length")
     for size in (1, 16, 17, 33, CONTEXT - 1):
@@ -106,7 +104,7 @@ def test_prompts_of_any_length_up_to_the_context(service):
 
 
 def test_who_leaves_frees_rows_and_places(service):
-    """Two endless streams hold both rows, and others wait."""
+    """Two endless streams hold both rows, and three requests are queued; then all are cancelled."""
     leaving = [Caller(service, ["a"], None, is_streamed=True) for _ in range(2)]
     waiting = [Caller(service, ["b"], None) for _ in range(3)]
     for caller in (*leaving, *waiting):
@@ -137,7 +135,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
 
 @pytest.mark.parametrize("part", ["text", "extend"])
 def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
-    """The failure comes while the text is decoded, or when its prompt is read."""
+    """The failure occurs while the text is decoded, or while the prompt is read."""
     before = getattr(Engine, part)
 
     def break_one(self, *arguments):
@@ -156,7 +154,7 @@ def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
 
 
 def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service, monkeypatch):
-    """And the rounds of the batch that is begun anew are counted from its own beginning."""
+    """The new batch counts its rounds from its own start."""
     hold, run, calls = threading.Event(), Engine.run, []
 
     def fail_once(*arguments):
@@ -193,7 +191,7 @@ def test_a_service_that_closes_says_so_to_those_who_wait():
     made = Service(PAIR, METHOD, rows=1, context=CONTEXT, max_waiting=2)
     callers = [Caller(made, ["a"], None) for _ in range(2)]
     assert made.close("the server ends") == 2, "it was never started"
-    made.start()  # and finds that it has ended
+    made.start()  # it is already closed
     for caller in callers:
         with pytest.raises(Failed, match="the server ends"):
             caller.wait()
