@@ -78,7 +78,7 @@ def test_a_sound_pair_passes_every_check_that_applies():
     found = audit(table_subject(), COARSE)
     assert found.passed and found.named(Status.NOT_APPLICABLE) == ["bfloat16"]
     assert found.summary.startswith("6 of 6 checks passed (bfloat16 not applicable)")
-    # Tables know no rounding: nothing had to be excused.
+    # Tables have no rounding: nothing is excused.
     numbers = {check.name: check.numbers for check in found.checks}
     assert numbers["greedy"]["texts_that_differ"] == numbers["coupled"]["near_ties"] == 0
     assert (
@@ -123,7 +123,7 @@ def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_l
     )
     exact = stored.cast("float32")
     assert exact.pair.target.config == transformers.pair.target.config
-    # Wide once: not again for every number of slots.
+    # Widened once, not for every number of slots.
     assert {leaf.dtype for leaf in jax.tree.leaves(exact.pair.target_params)} == {
         jnp.dtype("float32")
     }
@@ -141,7 +141,7 @@ def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_l
 
 
 def early_exit(drafter=EarlyExitDrafter, draft=NEAR):
-    """A target that drafts with the first of its two layers."""
+    """Returns the subject of a target that drafts with the first of its two layers."""
     model = LayeredTableLM(V)
     pair = Pair(target=model, target_params=jnp.stack([draft, TARGET - draft]))
     settings = {"sampling": NUCLEUS, "max_new_tokens": 24}
@@ -155,7 +155,7 @@ def test_a_draft_inside_the_target_passes_what_reads_its_draft():
     assert found.summary.startswith("2 of 2 checks passed"), found.summary
     numbers = {check.name: check.numbers for check in found.checks}
     assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["verified"] > 80
-    assert UNREADABLE not in found.summary  # its distribution is read as a draft model's is
+    assert UNREADABLE not in found.summary  # its distribution is read like a draft model's
 
 
 def test_a_draft_that_writes_over_its_target_fails():
@@ -186,7 +186,7 @@ def test_the_distribution_of_a_broken_rule_or_drafter(changes):
 
 @pytest.mark.slow
 def test_a_hole_in_the_cache_of_the_draft():
-    """It costs acceptance, and nothing else."""
+    """The hole costs acceptance, and nothing else."""
     audited = table_subject(drafter=mutants.HoleInTheCache(TableLM(V), K))
     found = audit(audited, dataclasses.replace(COARSE, checks=("greedy", "acceptance")))
     assert found.summary == "1 of 2 checks failed: acceptance"
@@ -200,7 +200,7 @@ def test_a_length_of_a_neighbour(with_loop):
 
 @dataclasses.dataclass(frozen=True)
 class PaddedLM(TableLM):
-    """Its logits know how wide the first call was, padding included."""
+    """A model whose logits depend on the width of the first call, padding included."""
 
     def init_cache(self, batch, slots):
         return super().init_cache(batch, slots), jnp.zeros((batch,), jnp.int32)
@@ -276,9 +276,7 @@ def test_a_rule_that_exceeds_its_budget_fails():
 
 
 def test_a_near_tie_is_explained_and_nothing_else_is():
-    """Covers greedy texts, and the edge of a nucleus, where rounding puts a token inside or
-    outside.
-    """
+    """Rounding decides near ties of greedy texts, and puts tokens inside or outside a nucleus."""
     audited = table_subject()
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
     first, second = np.argsort(-logits_V)[:2].tolist()
@@ -295,7 +293,7 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
     )
     assert not judged(second, 0.49 * gap).explained_N.any()
     np.testing.assert_allclose(judged(second, 0.0).behind_N, [gap], rtol=1e-5)
-    # Under the coupled rule, a token that its noise chose, and a nucleus that ends just before it.
+    # The coupled rule: a token chosen by the noise, and a nucleus that ends just before it.
     texts = [Text(prompt_id=i, prompt=(1, 2, 3), tokens=(second,)) for i in range(32)]
 
     def judged(texts, warp):
@@ -319,9 +317,7 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
 @pytest.mark.parametrize("allowed", [0.0, 0.04])
 @pytest.mark.parametrize("num_cells", [5, 41])
 def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowed, num_cells):
-    """Runs 1,500 tests of three prompts with an error of the allowed size, and of
-    ``detect`` more.
-    """
+    """Of 1,500 tests, few fail at the allowed error, and nearly all at ``detect`` more."""
     level, detect, rng = 0.04, 0.1, np.random.default_rng(0)
     probs_C = np.linspace(1, 3, num_cells) / (2 * num_cells)
     cells = [distribution.Cells(prompt_id=i, index={}, probs_C=probs_C) for i in range(3)]
@@ -343,7 +339,7 @@ def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowe
     assert share_that_fails(allowed + detect / 3) < 0.9  # the control
 
 
-# What cannot be audited.
+# Settings that cannot be audited.
 
 
 @register_warp

@@ -20,7 +20,7 @@ from support.heads import LayeredTable, ShowsTokens, eagle3, table_head
 from support.loop_distributions import TARGET, V
 from support.weights import drawn_params
 
-# A prompt of one token drafts nothing at first.
+# After a prompt of one token, the first round drafts nothing.
 PROMPTS = [[0], [1, 2, 1], [2, 1, 2, 1], [1, 2, 1, 2, 2]]
 COARSE = Settings(detect=0.1, rows=512)
 

@@ -24,8 +24,8 @@ SOUND = {"detect": 0.1, "level": 1e-4}
 
 @contextlib.contextmanager
 def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None, refusals=0):
-    """Serves samples of a distribution; ``most`` choices an answer, and log-probabilities of
-    ``shown`` if asked.
+    """Serves samples of ``probs``, at most ``most`` per answer, with log-probabilities of ``shown``
+    on request.
     """
     busy = iter(range(refusals))
 

@@ -1,4 +1,4 @@
-"""Blocks of problems, whose turns follow their answers."""
+"""Evaluations in blocks of problems, and turns that follow earlier answers."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from support.fakes import counting_pair
 
 
 def test_a_turn_follows_the_answer_to_the_one_before():
-    """A second turn, by a template that repeats all it is given, holds the first and its answer."""
+    """The messages of a second turn contain the first turn and its answer."""
     given = []
 
     class Template(ByteTokenizer):
@@ -48,7 +48,7 @@ def block(scores, seconds, category=""):
 
 
 def test_blocks_are_put_together():
-    """Scores are compared problem by problem on blocks that both have, times block by block."""
+    """Scores are compared by problem, in the blocks that both methods have, and times by block."""
     found = {
         ("plain", "a"): block([0.0, 1.0, 0.0, 1.0], 2.0, "a"),
         ("plain", "b"): block([1.0, 0.0], 1.0, "b"),

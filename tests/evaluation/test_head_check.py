@@ -1,6 +1,4 @@
-"""The check of heads: a head that fits is not accused, and each mistake in reading a head
-is seen.
-"""
+"""The check of heads passes a head that fits, and detects each mistake in reading a head."""
 
 import dataclasses
 
@@ -19,8 +17,7 @@ from support.heads import LAYERS, WIDTH, LayeredTable, block, eagle3, medusa, mt
 from support.weights import drawn_params
 
 V, TARGET = 6, LayeredTable(6)
-# The next token depends on the last but one alone: the features of a pair hold all that its head
-# needs.
+# The next token depends on the last but one alone: the features of a pair suffice for its head.
 FOLLOWS_VV = 3.0 * np.random.default_rng(0).normal(size=(V + 1, V))
 PROMPTS = [[0, 1], [2, 3], [4, 5], [5, 1, 3]]
 
@@ -32,8 +29,8 @@ def target_params(ids=range(V)):
 
 
 def fitted(head, ids=range(V)):
-    """A pair whose head has its target's logits: its layer adds nothing, and its output is solved
-    for.
+    """Returns a pair whose head has its target's logits: the layer adds nothing, and the output is
+    solved for.
 
     The scales of norms differ, so that swapped norms are worse.
     """
@@ -48,7 +45,7 @@ def fitted(head, ids=range(V)):
 
     params = jax.tree.map_with_path(rough, params)
     layer = params.get("module_0", params)
-    if "fc" in layer:  # keeps the hidden state alone, which is first
+    if "fc" in layer:  # keeps its first part alone, the hidden state
         fc = np.zeros(layer["fc"].shape, np.float32)
         fc[:WIDTH] = np.eye(WIDTH)
         layer["fc"] = jnp.asarray(fc)
@@ -63,7 +60,7 @@ def fitted(head, ids=range(V)):
         hidden_layers=head.hidden_layers,
     ).hidden
     weights = head.prepare(params)
-    features = head.fuse(weights, hidden)[0][:, None]  # every token is a text
+    features = head.fuse(weights, hidden)[0][:, None]  # each token is a text of its own
     embedded = TARGET.embed(table, tokens, None, None)[0][0][:, None]
     returned, _ = head(weights, embedded, features, jnp.zeros(V, jnp.int32), head.init_cache(V, 4))
     normed_VD = np.asarray(head._apply("normed", weights, returned, 0))[:, 0]
@@ -124,9 +121,7 @@ def test_each_mistake_costs_acceptance(pairs, name, make):
 
 
 def test_a_better_reading_is_named(pairs):
-    """The layers are read one too late; a head that is read as it was trained has no better
-    reading.
-    """
+    """The wrong reading takes each layer one too late; the right reading has no better one."""
     wrong = check_head(MISTAKES[0][1](pairs["eagle3"]), PROMPTS, others=True)
     assert (
         wrong.better == "hidden_layers = (1, 2, 4)"
@@ -148,9 +143,7 @@ def test_other_readings_of_a_block_are_those_that_fit_its_tensors():
 
 @pytest.mark.slow
 def test_a_block_head_that_is_read_wrongly_says_how_it_was_trained(monkeypatch):
-    """The head that comes with the pair; its size hardly shows: that reading is not clearly
-    better.
-    """
+    """The head is the shipped one; another block size alone is no clearly better reading."""
 
     def last_two(config):
         return dict([*other_readings(config).items()][-2:])

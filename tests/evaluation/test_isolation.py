@@ -1,4 +1,4 @@
-"""Hostile programs in bubblewrap, where it works; the control are plain processes."""
+"""Hostile programs in bubblewrap, where it works; plain processes are the control."""
 
 import http.server
 import os
@@ -24,7 +24,7 @@ ENDS = PROGRAMS["ends"] | {
 
 @pytest.fixture(params=[True, False], ids=["bubblewrap", "plain process"])
 def isolated(request, tmp_path_factory, monkeypatch):
-    """Runs programs in bubblewrap or without it; no process may be left."""
+    """Runs programs in bubblewrap or as plain processes, and checks that none is left."""
     script = tmp_path_factory.mktemp("isolation") / "script.py"  # names this test's processes
     shutil.copy(isolation.__file__, script)
     monkeypatch.setattr(isolation, "__file__", str(script))
@@ -68,7 +68,7 @@ def passed(programs, limits=LIMITS, **options):
 
 
 def test_bubblewrap_lets_no_attack_reach_outside(isolated, outside):
-    """The control: plain processes reach everything."""
+    """Plain processes, the control, reach everything."""
     programs = {name: text.format(**outside) for name, text in PROGRAMS["reaches"].items()}
     assert passed(programs) == dict.fromkeys(programs, not isolated)
     if isolated:
@@ -84,7 +84,7 @@ def test_programs_before_their_last_line_fail(isolated):
 
 
 def test_ordinary_programs_pass(isolated):
-    """Libraries, threads, a working folder, output, and a source of 20 MB."""
+    """Programs use libraries, threads, a working folder and output; one has a source of 20 MB."""
     numpy = "import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())"
     assert run_isolated(numpy, insist=True).output == "b\n"
     data = "@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)"
@@ -119,7 +119,7 @@ exec "$@"
 
 @pytest.fixture
 def bwrap(tmp_path, monkeypatch):
-    """Puts a stand-in of bubblewrap on PATH, or removes PATH."""
+    """Returns a function that puts a stand-in of bubblewrap on PATH, or empties PATH."""
     isolation.missing_isolation.cache_clear()
 
     def install(script):

@@ -16,7 +16,7 @@ CHANCE = 1e-3
 
 
 class OverAccepts(TokenRule):
-    """The acceptance of the review: its square root."""
+    """The token rule with the square root of its acceptance."""
 
     def acceptance(self, draft, target_log_probs):
         return jnp.sqrt(super().acceptance(draft, target_log_probs))
@@ -62,7 +62,7 @@ def test_over_acceptance_of_a_flat_pair_fails_the_audit():
     assert "of the probability lies in one cell" in found.summary
 
 
-# Each test has a mistake that it must see; a sound pair shows none.
+# Each test detects its mistake, and shows none of a sound pair.
 
 
 def test_a_sound_pair_shows_nothing(sound):
@@ -90,9 +90,7 @@ def test_mistakes_are_seen(changes):
 
 
 def test_acceptance_by_position_sees_what_changes_no_distribution():
-    """A draft whose cache has a hole is accepted less often; emitted tokens follow the target all
-    the same.
-    """
+    """A draft whose cache has a hole is accepted less often, although tokens follow the target."""
     found = collect(drafter=mutants.HoleInTheCache(TableLM(V), K))
     assert found.ratios.p_values.min() > CHANCE
     assert found.positions.p_values[1] < RARE
@@ -125,13 +123,13 @@ def test_false_alarms_of_events_are_as_rare_and_errors_are_seen_as_often_as_is_s
     error = Evidence.of(probs_NT, tested_NT, tested_NT).error_seen(level)[0]
     assert 0.1 < error < 0.25 and share_that_fails(error) > 0.99 and share_that_fails(-error) > 0.99
     assert share_that_fails(error / 4) < 0.5  # the control
-    # Rounding may decide that an event happens a few times although it cannot.
+    # By rounding, an impossible event may happen a few times.
     impossible = Evidence.of(np.zeros((5, 1)), np.ones((5, 1), bool), np.ones((5, 1), bool))
     assert impossible.p_values[0] > 1e-3
 
 
 def test_texts_are_drawn_until_errors_are_seen():
-    """Small errors take more texts, and errors that are not seen in the end are named."""
+    """Small errors require more texts, and an error that remains unseen is named."""
     few = table_subject()
     batch = round_evidence.collect(few, detect=0.9, false_alarm=RARE, rows=6)
     assert batch.texts == 6 and round_evidence.error_seen(batch.ratios, RARE) > 0.1

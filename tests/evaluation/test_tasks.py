@@ -51,7 +51,7 @@ def lines(records):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file and returns its name."""
+    """Returns a function that writes a file and returns its name."""
 
     def write(content, name="data.jsonl"):
         path = tmp_path / name
@@ -76,7 +76,7 @@ def test_humaneval_counts_what_passes(write, packed):
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = ("    return a +\n", "    import sys; sys.exit(0)\n")
     answers = [Attempt(text=text) for text in (right, right + after, *wrong)]
-    # Four answers tell nothing of pass@10.
+    # Four answers are too few for pass@10.
     assert task.score(add, answers) == {"pass@1": 0.5, "parses": 0.75}
     assert task.score(last, [Attempt(text=LAST["canonical_solution"])]) == {
         "pass@1": 1.0,
@@ -87,7 +87,7 @@ def test_humaneval_counts_what_passes(write, packed):
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     monkeypatch.setattr(isolation, "missing_isolation", lambda: "bwrap is not on PATH")
     path, answers = write(lines([ADD])), [Attempt(text=ADD["canonical_solution"])]
-    # Before anything is decoded.
+    # The refusal precedes all decoding.
     with pytest.raises(ValueError, match="none is run: bwrap is not on PATH.*--run_unisolated"):
         load_task("humaneval", path)
     task, insisting = load_humaneval(path), load_task("humaneval", path, insist=True)
@@ -122,12 +122,12 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     found = compare_scores(better, scores)["a"]
     assert 0.009 < found.low < found.mean < found.high < 0.011
     assert found.high - found.low < 0.1 * (summarise(scores)["a"].high - summarise(scores)["a"].low)
-    # Equal values do not show that there is no difference.
+    # Equal scores do not prove that there is no difference.
     assert compare_scores(scores, scores)["a"].detectable == 3 / 200
 
 
 def test_the_hub(write, monkeypatch):
-    """A stand-in of its library has a data set whose files it has converted."""
+    """The stand-in of the hub's library offers a data set whose files the hub has converted."""
     ours = {
         "main/test-0.jsonl": write(lines([ADD]), "0"),
         "main/test-1.jsonl": write(lines([LAST]), "1"),
@@ -146,7 +146,7 @@ def test_the_hub(write, monkeypatch):
     ]
     with pytest.raises(FileNotFoundError, match="'a/b' has no file of the split 'dev'"):
         read_records("a/b", {}, split="dev")
-    # The first is called before what is tried again and again.
+    # The first is called before the calls with retries.
     hub.auth_check = hub.list_repo_files = None
     with pytest.raises(
         FileNotFoundError, match="no file 'a/b', and the hub did not send it .TypeError"
@@ -187,7 +187,7 @@ def test_xsum_asks_with_one_example(write, monkeypatch):
 
 @needs("rouge_score")
 def test_rouge(write):
-    """Compares with hand counts of unigrams, bigrams and the longest common subsequence."""
+    """Scores equal hand counts of unigrams, bigrams and the longest common subsequence."""
     task = load_task("xsum", write(lines(ARTICLES)))
     found = task.score(task.problems[0], [Attempt(text=" A cat slept.\n\nArticle: A cat sat.")])
     assert found == {
@@ -292,7 +292,7 @@ def test_python_is_scored_by_what_parses():
     assert 0.5 in found
 
 
-# Python that a budget cut off parses; other text does not.
+# Python that is cut off by a budget parses; other text does not.
 
 
 TEXTS = pathlib.Path(__file__).with_name("python_texts.txt").read_text()
