@@ -29,7 +29,7 @@ SAMPLING = chain(temperature(0.8))
 
 @pytest.fixture(scope="module")
 def pair():
-    """Makes table models, which compile fast."""
+    """Returns a pair of table models, which compile fast."""
     return fakes.table_pair(8, max_positions=64)
 
 
@@ -82,7 +82,7 @@ def test_the_calls_of_a_round_are_compared_within_a_turn():
 
 
 def test_calls_that_do_not_fit_are_left_out(pair, monkeypatch):
-    """The calls hold caches beside those of the decoders: what was decoded counts all the same."""
+    """The calls need more caches than the decoders alone, whose results still count."""
 
     def fail(message):
         def split(*_):
@@ -111,7 +111,7 @@ def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, t
     method = Method(drafter=ModelDrafter(pair.draft, K), sampling=SAMPLING)
     (decoder,) = decoders(pair, {"speculative": method}, WORK).values()
     write_profile(decoder, tmp_path)
-    assert [*tmp_path.glob("**/*.trace.json.gz")]  # as the command says
+    assert [*tmp_path.glob("**/*.trace.json.gz")]  # the name that the command prints
     engine, state = decoder.engine, decoder.prefill(decoder.requests(0))
     lowered = jax.jit(engine.loop.run).lower(engine.weights, state, 1)
     names = lowered.as_text(debug_info=True)
@@ -120,7 +120,7 @@ def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, t
 
 @pytest.mark.parametrize("K", [0, 3])
 def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch, K):
-    """Without a draft both sides are the same program, too: that is how to test a benchmark."""
+    """Without a draft both sides are also the same program: a test of the benchmark itself."""
     # As under JAX_DISABLE_JIT, but compiled.
     monkeypatch.setattr(benchmark_module, "_split", lambda *_: None)
     drafter = ModelDrafter(pair.draft, K) if K else NoDrafter()

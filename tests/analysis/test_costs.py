@@ -1,4 +1,4 @@
-"""What a round costs: known rounds, milliseconds of calls, a roofline, a compile report."""
+"""Costs of a round: known rounds, milliseconds of calls, a roofline, a compile report."""
 
 import math
 
@@ -13,7 +13,7 @@ from specsamp.tpu.work import Roofline
 
 
 def test_milliseconds_of_a_call_serve_any_batch_and_context():
-    """The numbers are those in the docstrings of the planner and of launch/plan.py."""
+    """The docstrings of the planner and of launch/plan.py have the same numbers."""
     plan = make_plan(
         Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128
     )
@@ -29,9 +29,7 @@ def test_lines_between_known_rounds():
 
 
 def test_beyond_the_longest_known_round():
-    """Costs are extrapolated from the longest round and half of it; noise must not make longer
-    rounds ever shorter.
-    """
+    """Costs are extrapolated from the longest round and half of it, and never fall with length."""
     assert CostTable({1: {0: 1, 4: 4, 7: 9, 8: 6}}).round_ms(12) == 8
     assert CostTable({1: {0: 4, 4: 9, 8: 6}}).round_ms(32) == 6
     assert CostTable({1: {0: 2, 1: 3}}).round_ms(3) == 5
@@ -51,7 +49,7 @@ def test_the_roofline_of_chinchilla_on_16_chips():
         2 * roof.call_ms(target, 1, 1, 0), rel=0.03
     )
 
-    # Beyond the ridge speculation costs more than it brings; long caches make it pay again.
+    # Beyond the ridge speculation does not pay, except with long caches.
     def plan(**where):
         return make_plan(Profile.of_rate(0.8), roof, **where)
 
@@ -79,7 +77,7 @@ def test_costs_of_a_compile_report():
     report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]
     calibrated = compiled_costs(report)
     assert calibrated.round_ms(0, 1, 2048) < calibrated.round_ms(4, 1, 2048)
-    least, _ = calibrated.bounds  # of v4 no program of today was measured
+    least, _ = calibrated.bounds  # no program of today was measured on v4
     assert least.round_ms(0, 1, 2048) == pytest.approx(1.023, abs=0.001)  # streaming alone
     of_v5e = compiled_costs(report | {"topology": "v5e:4x4"})
     assert of_v5e.error == 0 and not of_v5e.is_range and calibrated.is_range

@@ -1,6 +1,4 @@
-"""The draft length that is chosen, by clocks that are known, and never by the noise of the
-completions.
-"""
+"""The choice of a draft length, by given clocks and never by the noise of the completions."""
 
 import dataclasses
 
@@ -22,13 +20,13 @@ SAMPLING = chain(temperature(1.0))
 
 @pytest.fixture(scope="module")
 def pair():
-    """The draft is the target: everything is accepted."""
+    """Returns a pair whose draft is its target: everything is accepted."""
     return fakes.table_pair(8, noise=0.0, max_positions=64)
 
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """Sets the seconds of a round by draft length; what the rounds do is real."""
+    """Returns a function that sets the seconds of a round by draft length; the rounds are real."""
     real, ran = TimedDecoder.decode, []
 
     def set_to(seconds):
@@ -75,16 +73,14 @@ def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, 
 
 
 def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
-    """All processes must choose the same: with another K each they would wait for each other for
-    ever.
-    """
+    """All processes must choose the same K: different ones would block each other for ever."""
     clocks({0: 1.0, 1: 2.5, 4: 12.0})
     monkeypatch.setattr(draft_length, "gather_objects", lambda found: ["of the first", found])
     assert choose(pair) == "of the first"
 
 
 def test_the_noise_is_not_that_of_the_completions(pair, clocks):
-    """K must not depend on the random numbers that decide the text."""
+    """K does not depend on the random numbers that decide the completions."""
     ran = clocks({0: 1.0, 1: 1.0})
     choose(pair, lengths=(0, 1))
     requests = ran[-1].requests(0)

@@ -1,6 +1,4 @@
-"""Many cells in one file: what is resumed, set aside, recorded and refused. Nothing is measured
-here.
-"""
+"""Many cells in one file: resumption, records, refusals, costs. Only one cell is measured."""
 
 import dataclasses
 import json
@@ -61,7 +59,7 @@ CELLS = [cell(batch=batch) for batch in (1, 2, 4)]
 
 @pytest.fixture
 def outcomes(monkeypatch):
-    """Says how often cells were measured; results and errors are those that it was given."""
+    """Returns a function that sets results and errors of cells, and returns the calls."""
     calls, todo = [], []
 
     def measure(number, say):
@@ -102,7 +100,7 @@ def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 2, 3]
     assert [one["command"] for one in stored(path)["cells"]] == ["first", "second", "second"]
     assert len(calls) == 4
-    # Nothing is left.
+    # No cell remains.
     assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}
 
 
@@ -112,14 +110,14 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcome
     measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes)
     with pytest.raises(KeyboardInterrupt):
         measure_cells(CELLS[1:], grid.Results.open(path, IDENTITY), outcomes, again=True)
-    # Each in its place, when it is measured.
+    # Each new result is stored at once, in its place.
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]
     before, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)
     outcomes(MemoryError(), {"n": 5}, {"n": 6})
     measure_cells(CELLS[:2], other, outcomes, again=True)
-    # A run that began before has not what was measured meanwhile.
+    # A run that began before does not hold the newer results.
     measure_cells([cell(batch=8)], before, outcomes)
-    # Memory that ran out replaced nothing.
+    # Running out of memory replaces no result.
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 5, 3, 6]
 
 
@@ -133,9 +131,7 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcome
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
-    """Results of another tool, damaged files and texts are never moved or written to, not even
-    during a run.
-    """
+    """Results of another tool, damaged files and texts never move or change, even during a run."""
     path = tmp_path / "audit.json"
     opened_before = grid.Results.open(str(path), IDENTITY)
     path.write_text(text)
@@ -172,7 +168,7 @@ def test_two_writers_at_once_lose_no_cell(tmp_path):
 
 
 def test_cells_of_another_machine_are_refused(tmp_path):
-    """Cells of a file that does not name its machine are included."""
+    """Cells of a file that names no machine are refused as well."""
     for name, machine in (("old", {}), ("other", {"machine": {"id": "a"}})):
         path = str(tmp_path / name)
         grid.Results.open(path, IDENTITY | machine).add({"key": key(), "result": {}}, {})
@@ -182,7 +178,7 @@ def test_cells_of_another_machine_are_refused(tmp_path):
         ):
             grid.Results.open(path, IDENTITY | {"machine": {"id": "b"}})
     assert grid.Results.open(path, IDENTITY | {"machine": {"id": "a"}}).find(key())
-    # The part of the identity that is known.
+    # A part of the identity is enough.
     assert grid.Results.open(path, {"machine": {"id": "a"}}).cells
 
 
@@ -199,7 +195,7 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
     assert "result" not in first
     table = tables.grid_table("", stored(path)["cells"][:2])
     assert [row[3] for row in table.rows] == ["out of memory"] * 2
-    # Not tried again.
+    # They are not tried again.
     assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}
     outcomes(jax.errors.JaxRuntimeError("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
@@ -208,7 +204,7 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
 
 @pytest.fixture(scope="module")
 def measured():
-    """Measures a real cell."""
+    """Measures a real cell and returns it."""
     pair = fakes.table_pair(5, noise=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
@@ -230,9 +226,7 @@ def measured():
 
 
 def test_a_cell_of_made_up_acceptance(measured):
-    """0.6 of the verified tokens, whatever the models think, and nobody could take it for the
-    pair's.
-    """
+    """With any models 0.6 of the verified tokens are accepted, as the description states first."""
     counts = measured["result"]["acceptance"]
     judged = sum(counts["reached"])
     assert abs(counts["rate"] - 0.6) < 5 * np.sqrt(0.24 / judged) and judged > 400
@@ -252,7 +246,7 @@ def test_measured_cells_are_planned_with(measured):
     costs = grid.measured_costs([measured])
     assert (costs.round_ms(0, 2), costs.round_ms(K, 2)) == pytest.approx((plain, drafted))
     fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
-    # Texts that the larger batch has too.
+    # The larger batch has the same texts.
     smaller = {"key": key(batch=1), "result": {"acceptance": fewer}}
     acceptance = grid.measured_acceptance([smaller, measured, smaller])
     assert acceptance[K].by_position == tuple(measured["result"]["acceptance"]["by_position"])
@@ -266,7 +260,7 @@ def test_measured_cells_are_planned_with(measured):
 
 
 def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0):
-    """A cell on a machine that takes ``pace`` times as long for everything."""
+    """Returns a cell of a machine that takes ``pace`` times as long for everything."""
 
     def spread(ms):
         return dataclasses.asdict(
@@ -280,7 +274,7 @@ def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0):
 
 
 def test_costs_are_compared_within_a_cell():
-    """A machine that became busy after the first cells has not made drafting dearer."""
+    """A machine that is busy after the first cells does not make drafting dearer."""
     paces = {0: 1.0, 1: 1.0, 4: 3.0, 8: 3.0, 12: 3.0}
     costs = grid.measured_costs([timed_cell(K, pace) for K, pace in paces.items()])
     np.testing.assert_allclose([costs.round_ms(K) / costs.round_ms(0) for K in (1, 4, 8, 12)], 1.5)

@@ -1,4 +1,4 @@
-"""The planner against published tables, closed forms against simulation, and what it refuses."""
+"""The planner against published tables, and closed forms against simulation."""
 
 import dataclasses
 import math
@@ -88,7 +88,7 @@ def test_rounds_against_simulation(batch):
 
 
 def test_a_profile_from_counts():
-    """Judged (10, 6), accepted (6, 3): what budgets cut off does not count as refused."""
+    """Judged (10, 6), accepted (6, 3): tokens that a budget cuts off do not count as rejected."""
     profile = Profile.of_texts([stats((4, 3, 3), reached=(10, 6))])
     assert profile.by_position == (0.6, 0.5) and profile.beyond == 0.5
     assert_allclose(profile.survival(3), [0.6, 0.3, 0.15])
