@@ -1,6 +1,4 @@
-"""Training of block heads: a block sees what it sees in decoding, and the losses are those that are
-published.
-"""
+"""Training of block heads: a block has the inputs of decoding, and its losses are as published."""
 
 import dataclasses
 import functools
@@ -59,7 +57,7 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
     target_weights = TARGET.prepare(target_params)
     output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
     caches = head.init_cache(1, LENGTH + SIZE)
-    # Stale ones too.
+    # Also rows past the anchor, which are stale.
     caches = head.read(weights, head.fuse(weights, output.hidden), jnp.zeros(1, jnp.int32), caches)
     at_B = jnp.asarray(anchor)[None]
     embedded = head.embed_blocks(weights, TARGET, target_weights, tokens_T[at_B], at_B)
@@ -69,7 +67,7 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [DFLASH, DSPARK])
 def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
-    """And is compared with the target's prediction of the same tokens."""
+    """Its rows are decoding's, and are compared with the target's rows of the same tokens."""
     task = TrainBlock(head=head, target=TARGET, test_steps=head.config.max_tokens, anchors=ANCHORS)
     weights = head.training_weights(drawn_params(head, 1), None)
     anchors = task._choose_anchors(TOKENS, KEY)
@@ -83,7 +81,7 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
     reader = FirstTokenReader(TARGET, head, corrected=False)
     pair_weights = Weights(target=TARGET.prepare(target_params), draft=weights)
     given = TOKENS[:, :-1], jnp.zeros(2, jnp.int32), reader.init_cache(2, LENGTH)
-    # As the audit and doctor read it.
+    # The first token, as the audit and the doctor read it.
     read = jax.jit(reader)(pair_weights, *given).logits_BTV[1, 1:]
     for i, anchor in enumerate(np.asarray(anchors[1])):
         expected = decoded_rows(head, weights, target_params, TOKENS[1], anchor)[
@@ -101,7 +99,7 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
 
 
 def by_hand(task, params, target_params):
-    """Returns the loss of a task with evenly spread anchors, from distributions, in NumPy."""
+    """Returns the loss of a task with evenly spread anchors, from distributions in NumPy."""
     head, anchors = task.head, task._choose_anchors(TOKENS, None)
     weights = head.training_weights(params, None)
     rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
@@ -130,7 +128,7 @@ def by_hand(task, params, target_params):
             continue
         expected += sure.mean() / SIZE
         accepted_so_far = accepted_so_far * ((1 - task.pace) * accepted + task.pace)
-        # Each token before it, and itself.
+        # The weight counts for each token before it, and for itself.
         for of_token in [*reached, losses := losses[0] + 0.5 * losses[1]]:
             expected += (of_token * accepted_so_far).mean() / SIZE
         reached.append(losses)
@@ -145,7 +143,7 @@ def test_the_weights_are_those_of_d_pace():
 @pytest.mark.slow
 @pytest.mark.parametrize("pace, chunk", [(None, None), (0.3, 1)])
 def test_the_loss_is_that_of_dspark(target_params, pace, chunk):
-    """Up to the constant between cross-entropy and KL, whatever the warp that is measured; also
+    """The losses agree up to the constant between cross-entropy and KL, for any measured warp, also
     with logits in chunks.
     """
     options = dict(decay=0.7, marginals=0.5, pace=pace, chunk=chunk, objective="dspark")
@@ -158,7 +156,7 @@ def test_the_loss_is_that_of_dspark(target_params, pace, chunk):
 
 @pytest.mark.slow
 def test_a_mesh_of_eight_learns_the_same(target_params):
-    """DSpark, with anchors that are drawn in every step: losses and parameters of one device."""
+    """DSpark, with anchors drawn in every step, has the losses and parameters of one device."""
     task = TrainBlock(head=DSPARK, target=TARGET, test_steps=2, anchors=2, objective="dspark")
     config = TrainConfig(steps=4, batch=8, warmup_steps=1, learning_rate=1e-2)
     teacher, rows = task.teacher(target_params), jnp.tile(TOKENS, (4, 1))[None]

@@ -1,6 +1,4 @@
-"""Conversations that a target writes itself: shards, resumption, and the questions that are
-dropped.
-"""
+"""Conversations that a target writes itself: shards, resumption, and dropped questions."""
 
 import json
 
@@ -100,7 +98,9 @@ def test_conversations_are_whole_and_no_question_comes_twice(tmp_path, table):
 
 
 def asks_and_answers(after_question):
-    """The table of a target that asks "q", which a token follows, answers "r" and ends."""
+    """Returns the table of a target that writes the question "q", ``after_question``, and the
+    answer "r".
+    """
     table = np.full((VOCABULARY + 1,) * 3 + (VOCABULARY,), -1e9, np.float32)
     for before, token in (
         (USER, LETTERS + 1),
@@ -113,7 +113,7 @@ def asks_and_answers(after_question):
 
 
 def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
-    """The target always asks "q" and ends."""
+    """The target always writes the question "q"."""
     table = asks_and_answers(END)
     with pytest.raises(
         ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"
@@ -127,9 +127,7 @@ def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
 
 
 class Instructions(Letters):
-    """A tokenizer whose template ends a question with a token that ends no text, as
-    Mistral's does.
-    """
+    """A tokenizer whose template, like Mistral's, ends questions with a token that ends no text."""
 
     def encode_chat(self, messages, **_):
         (message,) = messages
@@ -137,7 +135,7 @@ class Instructions(Letters):
 
 
 def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
-    """The target asks "q", answers "r" and ends."""
+    """The target writes the question "q" and the answer "r"."""
     table = asks_and_answers(ANSWER)
     pair = Pair(target=TableLM(VOCABULARY), target_params=table, tokenizer=Instructions())
     write_conversations(

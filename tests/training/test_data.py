@@ -103,12 +103,12 @@ def test_any_text_survives_the_tokenizer(tokenizer):
         + "日本語 🐍\u2028 e\u0301\r\n\t \x0c  def f(x):\n\n\n    return x\n"
     )
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("def ")) < 4  # it has learnt something
+    assert len(tokenizer.encode("def ")) < 4  # it has merges
 
 
 def test_the_end_of_text_is_the_last_id(tokenizer):
     assert tokenizer.vocab_size == 300 and tokenizer.eos_id == 299 and tokenizer.token(299) == EOS
-    few = train_tokenizer(["ab"], 300)  # less to learn than there is room
+    few = train_tokenizer(["ab"], 300)  # fewer merges than ids
     assert few.token_to_id(EOS) == max(few.get_vocab().values()) < 299
     assert train_tokenizer(["ab"], 300, "<end>").token_to_id("<end>") == few.token_to_id(EOS)
 
@@ -117,7 +117,7 @@ STREAM = np.arange(103, dtype=np.int32)
 
 
 def test_batches_of_any_size_hold_the_rows_of_the_seed_and_the_step():
-    """The rows are the same across epochs, too: 60 rows are five epochs of 11."""
+    """This also holds across epochs: 60 rows are more than five epochs of 11."""
     windows, other = Windows(STREAM, 8, seed=3), Windows(STREAM, 8, seed=4)
     assert windows.per_epoch == 11
 
@@ -139,14 +139,14 @@ def test_an_epoch_has_every_window_once(tokens):
     starts = []
     for epoch in range(6):
         rows = windows.batch(epoch, windows.per_epoch)
-        # So labels are inputs, shifted.
+        # Tokens are consecutive, so labels are shifted inputs.
         assert_array_equal(rows, rows[:, :1] + np.arange(9))
         inputs = np.sort(rows[:, :-1].ravel())
         assert_array_equal(inputs, inputs[0] + np.arange(8 * windows.per_epoch))
         assert inputs[0] < 8 and rows.max() < tokens
         starts.append(rows[:, 0].tolist())
     assert all(order != sorted(order) for order in starts)
-    assert len({order[0] % 8 for order in starts}) > 1  # cut elsewhere
+    assert len({order[0] % 8 for order in starts}) > 1  # cut at different offsets
     with pytest.raises(ValueError, match=r"16 tokens are too few for windows of 8 \+ 1"):
         Windows(STREAM[:16], 8)
 
@@ -180,7 +180,7 @@ def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
 
 
 def test_conversations_of_a_jsonl_file(tmp_path):
-    """Each line is a text of its own, on a side of its own, and goes through the chat template."""
+    """Each line is a text with its own side of the split, and is written by the chat template."""
     lines = [
         json.dumps({"messages": [{"role": "user", "content": chr(97 + i)}]}) for i in range(20)
     ]
@@ -217,7 +217,7 @@ def test_conversations_of_a_jsonl_file(tmp_path):
 
 @extras.needs("jinja2")
 def test_tools_of_a_conversation_reach_its_template(tmp_path):
-    """An answer that calls one may have no content."""
+    """An answer that calls a tool may have no content."""
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -239,9 +239,7 @@ def test_tools_of_a_conversation_reach_its_template(tmp_path):
 
 
 def test_arrays_of_integers_are_sequences(tmp_path):
-    """Rows are sequences, a row that is padded is shorter, and a file with one axis is one
-    sequence.
-    """
+    """Rows are sequences, padded rows are shorter, and a file with one axis is one sequence."""
     np.save(tmp_path / "fixed.npy", np.arange(12, dtype=np.int16).reshape(4, 3))
     np.save(tmp_path / "ragged.npy", np.array([[5, -1, -1], [7, 8, -1]], np.int16))
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 9], np.int16))

@@ -1,6 +1,4 @@
-"""Training of heads: the training-time test sees what decoding sees, and its loss is the one of the
-paper.
-"""
+"""Training of heads: the training-time test has the inputs of decoding and the paper's loss."""
 
 import dataclasses
 import functools
@@ -60,7 +58,7 @@ KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (2, LENGTH + 1), 0, V)
 MEDUSA_TASK = TrainHead(head=MEDUSA, target=TARGET, test_steps=STEPS)
 TRAIN = TrainConfig(steps=60, batch=8, warmup_steps=4, learning_rate=2e-2, weight_decay=0.0)
-# The next token is known.
+# Each token determines the next.
 ROWS = jnp.asarray((np.arange(LENGTH + 1) + np.arange(8)[:, None]) * 3 % V, jnp.int32)
 one_step = jax.jit(train_step, static_argnums=(0, 1))
 
@@ -76,8 +74,8 @@ forward = jax.jit(TARGET.forward)
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def decoded_logits(head, params, target_params, tokens_T, row):
-    """Returns the head's logits after the true features of rows up to ``row`` and 0, 1 ... features
-    of its own.
+    """Returns the head's logits after the true features of rows up to ``row`` and 0, 1 ... of its
+    own features.
     """
     weights, target_weights = head.prepare(params), TARGET.prepare(target_params)
     output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
@@ -104,9 +102,7 @@ def decoded_logits(head, params, target_params, tokens_T, row):
 @pytest.mark.slow
 @pytest.mark.parametrize("head, row", [(REDUCED, 7), (SINKS, 6), (MODULE, 5), (MEDUSA, 3)])
 def test_a_step_sees_what_decoding_would_see(head, row, target_params):
-    """The logits of every step are those of the loop's calls, and are compared with the target's
-    right row.
-    """
+    """Every step has the logits of the loop's calls, compared with the target's right row."""
     ids = IDS if head.config.draft_vocab_size else None
     params = init(head, jax.random.key(1))
     if ids is not None:
@@ -130,7 +126,7 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
 
 @pytest.mark.slow
 def test_modules_see_what_decoding_would_see(target_params):
-    """Each a position further, with a cache of its own; rows behind are never seen."""
+    """Each module is one position further, has its own cache, and never sees later rows."""
     head, row = MTPConfig(**SHAPE, hidden_layers=(LAYERS,), num_modules=STEPS).head(), 6
     params = head.init(KEY)
     task = TrainHead(head=head, target=TARGET, test_steps=STEPS)
@@ -174,8 +170,8 @@ def loss_and_distributions(task, target_params, ids=None):
 
 
 def test_the_loss_is_the_weighted_sum_over_steps(target_params):
-    """Of the mean divergence from the target's row that a step is to predict; rows without one
-    count nothing. Logits are in chunks.
+    """A step counts its mean divergence from the target's rows that it predicts, and no rows
+    beyond; logits are in chunks.
     """
     task = dataclasses.replace(TASK, chunk=4)
     loss, metrics, drafted, q = loss_and_distributions(task, target_params)
@@ -207,14 +203,14 @@ def test_the_most_frequent_tokens_are_kept():
 
 
 def test_a_medusa_head_learns_from_the_loss_of_its_offset_alone(target_params):
-    """And the weight of its offset is that of its gradient."""
+    """The weight of an offset scales the gradient of its head."""
     params, teacher = MEDUSA_TASK.init(KEY), MEDUSA_TASK.teacher(target_params)
     of_decay = [dataclasses.replace(MEDUSA_TASK, decay=decay) for decay in (1.0, 0.5)]
     whole, half = (
         jax.jit(jax.grad(task.loss, has_aux=True))(params, teacher, ROWS, KEY)[0]
         for task in of_decay
     )
-    assert whole.keys() == {f"head_{i}" for i in range(STEPS)}  # nothing of the target
+    assert whole.keys() == {f"head_{i}" for i in range(STEPS)}  # no parameters of the target
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(whole))
     for i in range(STEPS):
         pairs = zip(
@@ -235,7 +231,7 @@ def medusa_losses(target_params, mesh):
 
 @pytest.mark.slow
 def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target_params):
-    """The heads are split over devices as the target's output is, and learn the same."""
+    """Heads that are split over devices, as the target's output is, have the same losses."""
     one, two = (
         medusa_losses(target_params, make_mesh(1, n, devices=jax.devices()[:n])) for n in (1, 2)
     )
@@ -247,7 +243,7 @@ def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target
 
 
 def test_a_new_state_is_made_where_it_belongs():
-    """Heads, which begin as the target's output, and their moments: nothing is moved."""
+    """Heads, which begin as the target's output, and their moments are never moved."""
     mesh = make_mesh(2, 4)
     target = dataclasses.replace(
         TARGET, config=dataclasses.replace(TARGET.config, vocab_size=2048, num_heads=4)
@@ -265,7 +261,7 @@ def test_a_new_state_is_made_where_it_belongs():
     nothing_saved = types.SimpleNamespace(latest=None)
     with jax.transfer_guard_device_to_device("disallow_explicit"):
         made = initial_state(task, TRAIN, nothing_saved, shardings, teacher_params=teacher)
-        # The control: made whole, and put in its place.
+        # The control: a whole state is moved to its place.
         with pytest.raises(jax.errors.JaxRuntimeError):
             jax.block_until_ready(jax.device_put(whole, shardings))
     assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)

@@ -1,6 +1,4 @@
-"""LayerSkip: schedules and weights of the paper, layers that are dropped whole, and exits that
-learn to draft.
-"""
+"""LayerSkip: the schedules and weights of the paper, dropped layers, and the loss."""
 
 import dataclasses
 
@@ -25,7 +23,7 @@ TWO_DECIMALS = {"atol": 5.1e-5}  # of numbers given to four decimals
 
 
 def test_weights_of_eight_layers():
-    """Covers the weights of all layers, and of the layers that the loss reads."""
+    """Weights are checked for all layers, and for the layers that the loss reads."""
     expected = [0, 0.0089, 0.0268, 0.0536, 0.0893, 0.1339, 0.1875, 0.5]
     assert_allclose(loss_weights(0.2, jnp.ones(8, bool)), expected, **TWO_DECIMALS)
     is_read = jnp.zeros(8, bool).at[jnp.array([0, 4, 7])].set(True)
@@ -67,9 +65,7 @@ forward_streams = jax.jit(TransformerLM.forward_streams, static_argnums=(0, 3))
 
 
 def test_a_dropped_layer_passes_its_input_on(params):
-    """Per row; nothing is scaled, and the layers behind see what they would see of a model without
-    it.
-    """
+    """Each row drops its own layers without scaling; later layers compute as in a smaller model."""
     tokens = jnp.asarray(HELD_OUT[:3, :-1])
     kept = jnp.array([[True] * 4, [True, False, True, False], [False] * 4])
     whole = forward(MODEL, params, tokens, hidden_layers=(0, 1, 2, 3)).hidden
@@ -87,7 +83,7 @@ def test_a_dropped_layer_passes_its_input_on(params):
 
 
 def test_every_row_drops_layers_of_its_own(params, monkeypatch):
-    """As often as it should, the first never, and others in the next microbatch."""
+    """Layers are dropped at their rates, the first never, and anew in the next microbatch."""
     seen = []
 
     def forward_streams(self, params, tokens_BT, layers, *, kept_BL):
@@ -107,7 +103,7 @@ def test_every_row_drops_layers_of_its_own(params, monkeypatch):
 
 
 def test_the_loss_is_the_weighted_sum(params):
-    """And its gradient; nothing is dropped at the first step from scratch."""
+    """So is its gradient; training from scratch drops no layer at the first step."""
     rows = jnp.asarray(HELD_OUT[:4])
 
     def by_hand(params):

@@ -16,7 +16,7 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="module")
 def logits():
-    """Of a target and a draft; both exclude tokens, the draft only such as the target does too."""
+    """Returns logits of a target and a draft; both exclude tokens, the draft fewer of the same."""
     target, draft = np.random.default_rng(0).normal(size=(2, 2, 5, 7)) * 2
     target[..., :2] = -np.inf
     draft[..., 0] = -np.inf
@@ -58,9 +58,7 @@ def log_probs(logits):
 
 
 def supported(name, target, draft):
-    """The reverse divergence is infinite where the draft has mass that the target excludes: give it
-    the other order.
-    """
+    """Returns both, swapped for the reverse divergence, which would otherwise be infinite."""
     return (draft, target) if name == "reverse_kl" else (target, draft)
 
 
@@ -99,9 +97,7 @@ def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
 
 
 def test_a_careless_divergence_has_no_gradient(logits):
-    """The control: without its masks the reverse divergence of the same distributions has a
-    gradient that is not a number.
-    """
+    """The control: without masks, the reverse divergence has a gradient of NaN."""
     target, draft = supported("reverse_kl", *logits)
     careless = gradient(lambda q: (jnp.exp(q) * (q - log_probs(target))).sum(-1), draft)
     assert np.isnan(careless).any()

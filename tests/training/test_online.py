@@ -1,4 +1,4 @@
-"""Drafts that learn while they are used: the law of texts, acceptance, and what is refused."""
+"""Drafts that are trained while they are used: the law of texts, acceptance, and refusals."""
 
 import collections
 import time
@@ -59,9 +59,7 @@ def many(learner=None, prompts=PROMPTS, **options):
 
 
 def changing():
-    """Returns parameters of another draft after every fourth text, the worst that a
-    learner may do.
-    """
+    """Returns a learner that changes to another draft at every fourth text, the worst case."""
     drafts = [drawn_params(lm(8), seed, 0.5) for seed in range(4)]
     count = iter(range(10**6))
 
@@ -122,7 +120,7 @@ def test_a_draft_that_learns_is_accepted_more():
 
 
 def serve(learner, calls, found, **options):
-    """Asks for four texts at a time, under one seed, and adds their chunks to ``found``; returns
+    """Requests four texts at a time, under one seed, and adds their chunks to ``found``; returns
     service and seeds.
     """
     method = Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING, **options)

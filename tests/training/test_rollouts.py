@@ -1,5 +1,5 @@
-"""Policies that learn from speculative rollouts: log-probabilities, noise, advantages, resumption,
-and drafts that follow.
+"""Policies trained on speculative rollouts: log-probabilities, noise, advantages, resumption, and
+drafts that follow.
 """
 
 import dataclasses
@@ -99,14 +99,14 @@ def records(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with a draft that learns, which nothing interrupts."""
+    """Trains a policy and its draft without interruption; returns the folder and the last state."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run(folder, LEARNING, draft_task=DRAFT)
 
 
 @jax.jit
 def forward(params, tokens_BT, warp):
-    """The log-probability of every token under some parameters, by one call over whole texts."""
+    """Returns the log-probability of every token, by one call over whole texts."""
     logits_BTV = PAIR.target.forward(params, tokens_BT[:, :-1]).logits_BTV
     return jnp.take_along_axis(log_probs(warp, logits_BTV), tokens_BT[:, 1:, None], axis=-1)[..., 0]
 
@@ -118,7 +118,7 @@ def gap(params, texts, warp=temperature(0.7)):
 
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_the_sampling_distribution():
-    """Of another rule than the one of all other tests."""
+    """The block rule is tested here, the token rule by all further tests."""
     rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2, rule=BlockRule())
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
     texts = rollouts.texts(completions, range(8))
@@ -129,7 +129,7 @@ def test_log_probabilities_are_those_of_the_sampling_distribution():
 
 
 def test_texts_end_at_a_stop_token_and_rows_go_on_with_the_next_text():
-    """A draft that learns reads every position of a row: none of them is padding."""
+    """The training of a draft reads every position of a row: none of them is padding."""
     pair = dataclasses.replace(PAIR, stop=(3, 5))
     rollouts = Rollouts(pair, PROMPTS, CONFIG, draft_length=2)
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
@@ -145,7 +145,7 @@ def test_texts_end_at_a_stop_token_and_rows_go_on_with_the_next_text():
 
 @pytest.mark.slow
 def test_generate_returns_them_too():
-    """The unwarped ones are tested in test_layouts.py."""
+    """test_layouts.py tests the unwarped log-probabilities."""
     warp = chain(temperature(0.7), top_k(5))
     options = dict(sampling=warp, draft_length=2, return_log_probs="sampled")
     (text,) = generate(PAIR, [PROMPTS[0]], BUDGET, **options)
@@ -185,7 +185,7 @@ def test_advantages():
 
 
 def test_the_gradient_is_that_of_the_expected_reward():
-    """At the policy that sampled, clipping does nothing, and the gradient is REINFORCE's."""
+    """At the sampling policy, clipping has no effect, and the gradient is REINFORCE's."""
     rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
     texts = rollouts.texts(completions, [few(None, text) for text in completions])
@@ -205,7 +205,7 @@ def test_the_gradient_is_that_of_the_expected_reward():
 
 
 def test_ratios_are_clipped_where_the_update_went_far_enough():
-    """Of texts of one token; the gradient by sampled log-probabilities is that by those of now."""
+    """Texts have one token; the gradient by sampled log-probabilities is zero where clipped."""
     tokens_BT = jnp.full((4, 2), jnp.int32([1, 2]))
     ratios_BT = jnp.array([[2.0], [0.5], [2.0], [0.5]])
 
@@ -241,7 +241,7 @@ def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whole):
-    """A draft that learns goes on, too."""
+    """The training of the draft resumes as well."""
     folder, state = whole
     calls = []
 
@@ -259,7 +259,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
 
 
 def reduced_head():
-    """A pair with a head of a part of the vocabulary, and the head's training."""
+    """Returns a pair whose head has a part of the vocabulary, and the head's training task."""
     config = dataclasses.replace(lm(16).config, num_layers=1, gated=True, tied=False)
     head = Eagle3Config(
         layer=config, target_layers=2, hidden_layers=(0, 1), draft_vocab_size=12, own_output=True
@@ -272,8 +272,8 @@ def reduced_head():
 @pytest.mark.slow
 @pytest.mark.parametrize("pair, task", [(PAIR, DRAFT), reduced_head()], ids=["model", "reduced"])
 def test_a_draft_that_learns_follows_the_policy(tmp_path, pair, task):
-    """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts
-    have its law anyway.
+    """A draft that is distilled on the texts is accepted more than a frozen one; neither changes
+    the law of the texts.
     """
     acceptance = {}
     for name, draft in (("frozen", None), ("learns", optimizer(steps=24))):

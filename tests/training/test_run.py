@@ -1,6 +1,4 @@
-"""The folder of a run: what is missing, damaged or of another shape is named; the log forgets what
-is done again.
-"""
+"""The folder of a run: missing, damaged and wrong parts are named; the log drops repeated steps."""
 
 import contextlib
 import dataclasses
@@ -38,7 +36,7 @@ def shapes(tree):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """Checkpoints of steps 3 and 6; the parameters of a step are its number times `PARAMS`."""
+    """Saves steps 1, 3 and 6, and keeps the last two; parameters are the step times `PARAMS`."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with opened(folder) as checkpoints:
         for step in (1, 3, 6):
@@ -68,7 +66,7 @@ def test_the_last_states_come_back(saved, tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"no checkpoint of step 1 in .*: it has steps \[3, 6\]"
     ):
-        params_of(saved, 1)  # more than the two that are kept
+        params_of(saved, 1)  # only the last two are kept
 
 
 def truncate_largest(folder):
@@ -90,9 +88,7 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
 
 
 def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
-    """Killed in the middle: what lies there under Orbax's temporary name is passed over, and
-    written anew.
-    """
+    """A cut checkpoint, under Orbax's temporary name, is skipped, and its step can be saved."""
     cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
     truncate_largest(cut / "params")
     assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
@@ -104,7 +100,7 @@ def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a run whose parameters lie on all eight devices."""
+    """Writes a run with parameters on all eight devices; returns its folder and the parameters."""
     folder = tmp_path_factory.mktemp("run")
     shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
     run_folder.open_run(
@@ -125,11 +121,11 @@ def trained(tmp_path_factory):
 
 
 def test_a_trained_model_is_opened_without_its_optimizer(trained):
-    """On one device: there may be fewer where it is opened than where it was trained."""
+    """It is opened on one device, since there may be fewer devices than in training."""
     folder, params = trained
     model = source.open_trained(folder)
     assert model.config == CONFIG and model.step == 7
-    # Steps of 2 rows of 10 tokens, at the pace of either report.
+    # Steps of 2 rows of 10 tokens, at the pace of each report.
     seconds = 5 * 20 / 10 + 2 * 20 / 20
     expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
     assert expected.items() <= run_folder.last_metrics(model.folder, model.step).items()
@@ -183,7 +179,7 @@ RUN = {
 
 def test_a_run_belongs_to_its_configuration(tmp_path):
     folder = tmp_path / "new" / "run"
-    run_folder.check_run(folder, RUN)  # nothing there yet
+    run_folder.check_run(folder, RUN)  # no folder yet
     run_folder.open_run(folder, RUN, "{}", corpus={"sha256": "a", "files": 3})
     run_folder.check_run(folder, RUN)
     changed = {**RUN, "model": {"width": 32, "depth": 2}, "intervals": {"log": 1}}
@@ -199,7 +195,7 @@ def test_a_run_belongs_to_its_configuration(tmp_path):
     with pytest.raises(ValueError, match="intervals.log was 10, is 1"):
         run_folder.check_run(folder, {**RUN, "intervals": {"log": 1}})
     run_folder.check_same(folder, "corpus", {"sha256": "a", "files": 4})  # the hash decides
-    run_folder.check_same(folder, "target", {"sha256": "b"})  # nothing known of one
+    run_folder.check_same(folder, "target", {"sha256": "b"})  # the run records no target
     with pytest.raises(ValueError, match="another corpus: {.*'files': 3.*}, now {.*'files': 4.*}"):
         run_folder.check_same(folder, "corpus", {"sha256": "b", "files": 4})
 
@@ -227,7 +223,7 @@ def test_progress_tells_pace_and_time_left(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     console = Console(file=io.StringIO())
     progress = Progress(steps=100, tokens_per_step=50, start=20, console=console)
-    # Since the last report.
+    # Each pace is measured since the last report.
     assert [progress.report(30, loss=1.5), progress.report(40)] == [50.0, 100.0]
     assert console.file.getvalue() == (
         "step 30/100  loss 1.5  50 tokens/s  0:01:10 left\nstep 40/100    100 tokens/s  0:00:45 "

@@ -1,6 +1,4 @@
-"""A target and its draft that are trained together: which gradient reaches which, and the loss of a
-module.
-"""
+"""A target and its draft, trained together: the gradients of both, and the loss of a module."""
 
 import dataclasses
 import functools
@@ -29,7 +27,7 @@ of_text = jax.jit(jax.value_and_grad(TrainModel(MODEL).loss, has_aux=True))
 
 @functools.partial(jax.jit, static_argnums=0)
 def of_draft(drafting, draft, target):
-    """The draft's loss, and its gradients for both."""
+    """Returns the draft's loss, and its gradients for draft and target."""
     return jax.value_and_grad(
         lambda d, t: drafting.loss(d, drafting.teacher(t), TOKENS, KEY)[0], (0, 1)
     )(draft, target)
@@ -71,7 +69,7 @@ def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
     weights, prepared = MODULE.training_weights(params, None), {"params": target}
     _, features_SBTD = MTP._steps(weights, target, TOKENS)
     expected = 0.0
-    for step in range(STEPS):  # rows t > step stand where the token after t is predicted
+    for step in range(STEPS):  # rows t > step predict the token after t
         logits = MODULE.logits(
             weights, features_SBTD[step], lambda x: MODEL.unembed_normed(prepared, x), step
         )

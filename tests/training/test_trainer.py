@@ -1,4 +1,4 @@
-"""Training: exact resume, equal results however the rows are spread, and drafts that get closer to
+"""Training: exact resumption, equal results for any split of the rows, and drafts that approach
 their target.
 """
 
@@ -75,7 +75,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing interrupts: its folder and last state."""
+    """Returns the folder and the last state of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run(folder)
 
@@ -86,7 +86,7 @@ class Killed(Exception):
 
 @dataclasses.dataclass
 class Breaking:
-    """Data that ends the run before a step, and remembers the steps it was asked for."""
+    """Data that ends the run before a step, and records the requested steps."""
 
     at: int
     asked: list = dataclasses.field(default_factory=list)
@@ -141,7 +141,7 @@ def test_an_update_leaves_the_parameters_that_it_began_with(params):
 
 def test_microbatches_change_nothing_but_rounding(params):
     def two_steps(microbatches, rows_of=lambda rows: rows):
-        """The first of them has no learning rate yet."""
+        """Takes two steps, since the first has a learning rate of zero."""
         config = dataclasses.replace(TRAIN, microbatches=microbatches)
         state = init_state(TASK, config, params)
         for step in range(2):
@@ -167,7 +167,7 @@ def test_microbatches_change_nothing_but_rounding(params):
 
 @dataclasses.dataclass(frozen=True)
 class Noisy:
-    """Draws a number in every microbatch; the loss is one parameter times it."""
+    """A task that draws a number in every microbatch; the loss is a parameter times this number."""
 
     def init(self, key, teacher_params=None):
         return {"scale": jnp.ones(())}
@@ -194,9 +194,7 @@ def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
 
 @pytest.mark.slow
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
-    """Data and tensor parallel, distillation of a draft whose target is split too; resumed on
-    another mesh.
-    """
+    """A draft of a split target is distilled in data and tensor parallel, then on another mesh."""
     model = TransformerLM(dataclasses.replace(MODEL.config, num_heads=8, num_kv_heads=2))
     task, teacher_params = TrainModel(model, model), drawn_params(model, 9)
     short = {"config": dataclasses.replace(TRAIN, steps=8), "teacher_params": teacher_params}
@@ -223,7 +221,7 @@ def test_rows_that_do_not_divide_over_the_devices(tmp_path):
     with pytest.raises(ValueError, match="4 rows of a microbatch.* 8 devices.*'data'"):
         run(tmp_path, config=dataclasses.replace(TRAIN, microbatches=2), devices=8)
     with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
-        # Before the first step.
+        # The refusal precedes the first step.
         train(TASK, TRAIN, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))
 
 
@@ -237,9 +235,7 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
 
 
 def test_gradients_are_clipped_together_and_scales_do_not_decay():
-    """Adam takes out a common factor, so the first moment shows it: a norm of 5 becomes the 1 that
-    is allowed.
-    """
+    """Adam cancels a common factor, so the first moment is checked: a norm of 5 becomes 1."""
     params = {"matrix": jnp.ones((2, 2)), "scale": jnp.ones(1)}
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
     optimizer = dataclasses.replace(TRAIN, warmup_steps=0, weight_decay=0.5).optimizer()
@@ -308,7 +304,7 @@ def test_a_draft_gets_closer_to_its_target(target, params):
 
 
 def test_cross_entropy_needs_no_target(target, params):
-    """There are no parameters to compute it with."""
+    """The loss is computed without parameters of the target."""
     model, teacher_params = target
     text, _ = TASK.loss(params, None, jnp.asarray(HELD_OUT), KEY)
     assert TrainModel(MODEL, model, "cross_entropy").loss(
