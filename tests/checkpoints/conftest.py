@@ -34,9 +34,7 @@ def original(params, tokenizer, tmp_path_factory):
 
 
 def divide(folder):
-    """Moves the tensors of a checkpoint into four files and an index, as large public ones have
-    them.
-    """
+    """Divides a checkpoint into four files and an index, as in large public checkpoints."""
     tensors, of_tensor = load_file(folder / SINGLE), {}
     (folder / SINGLE).unlink()
     for i in range(4):

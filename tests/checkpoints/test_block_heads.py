@@ -69,9 +69,7 @@ NAMES = sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors"))
 
 
 def test_the_golden_pass_of_dflash(tmp_path):
-    """Two rounds; the second block lies where the first one did, behind two more rows of
-    context.
-    """
+    """The second round overwrites the first block with two rows of context and a new block."""
     head, _, weights = load(toy(tmp_path), TOY_TARGET)
     assert head.hidden_layers == (1, 3)
     embedding = jnp.asarray(0.3 * np.sin(1.3 * np.arange(128) + 100).reshape(16, 8), jnp.float32)
@@ -186,7 +184,7 @@ def test_a_key_with_two_values_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("size", [4, 7, 9, 16])
 def test_a_block_of_another_size_than_its_file_drafts_is_refused(tmp_path, size):
-    """No tensor shows the size, and with another one a head drafts noise."""
+    """No tensor shows the block size, and a head with a wrong size drafts noise."""
     folder = shutil.copytree(ASSETS / "python" / "block", tmp_path / "head")
     target = load_pair("python").target.config
     assert open_head(folder, target).config.block_size == 8

@@ -103,16 +103,14 @@ def test_what_templates_find_besides():
 
 
 def test_tools_and_documents_are_none_where_a_conversation_has_none():
-    """Programs test them so; `tools is not none` is true of a variable that is undefined."""
+    """Templates test `tools is not none`, which is true of an undefined variable."""
     text = "{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}"
     assert template(text).render([ASK]) == "True True True"
     assert template(text).render([ASK], tools=[], documents=[{}]) == "False False True"
 
 
 def test_messages_have_no_nulls_and_nothing_is_added():
-    """Templates test whether a key is there; transformers leaves out nulls, and thoughts have three
-    names.
-    """
+    """Templates test for keys: nulls are dropped, as in transformers. Thoughts have three names."""
     keys = "{% for m in messages %}{{ m | dictsort }}{% endfor %}"
     call = {"role": "assistant", "tool_calls": [{}]}
     expected = "[('role', 'assistant'), ('tool_calls', [{}])]"
@@ -131,7 +129,7 @@ def test_messages_have_no_nulls_and_nothing_is_added():
 
 @pytest.fixture
 def no_process(monkeypatch):
-    """No process runs when a test begins, and none is left of it."""
+    """Starts the test without a worker process, and ends the process of the test."""
     monkeypatch.setattr(chat, "_worker", chat._Worker())
     yield
     chat._worker.end()
@@ -139,7 +137,7 @@ def no_process(monkeypatch):
 
 @pytest.fixture
 def short(no_process, monkeypatch):
-    """Templates have 0.2 seconds."""
+    """Limits templates to 0.2 seconds."""
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
 
 
@@ -151,7 +149,7 @@ def test_what_a_template_may_not_do(short, source):
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, is_blocked):
-    """A program that has started libtpu ignores it."""
+    """A program that has started libtpu ignores the signal."""
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     before = signal.signal(signal.SIGPROF, signal.SIG_DFL if is_blocked else signal.SIG_IGN)
     if is_blocked:
@@ -165,9 +163,7 @@ def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, i
 
 
 def test_limits_are_those_of_one_conversation(short):
-    """A conversation does not pay for those before it; after one that was ended, the next is
-    written.
-    """
+    """Earlier conversations do not count, and the next one after a timeout is rendered."""
     source = (
         "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
     )
@@ -205,9 +201,7 @@ print(is_right, os.waitpid(child, 0)[1], chat._worker.process.poll())
 
 
 def test_a_forked_program_has_its_own_process():
-    """Answers crossed between the conversations of parent and child; the child's end ended the
-    parent's process.
-    """
+    """Parent and child once shared a process: answers crossed, and the child's exit ended it."""
     made = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60
     )
@@ -216,9 +210,7 @@ def test_a_forked_program_has_its_own_process():
 
 @pytest.fixture
 def worker(no_process, monkeypatch):
-    """A process that rendered a template; by the clock, the next template has 0.4 seconds more than
-    MAX_SECONDS.
-    """
+    """Returns a process that has rendered a template; a second one has MAX_SECONDS + 0.4 s."""
     template("first").render([ASK])
     monkeypatch.setattr(chat, "MORE_SECONDS", 0.4, raising=False)
     return chat._worker.process
@@ -239,7 +231,7 @@ def test_a_process_that_ends_within_a_template_is_replaced_once(worker):
 
 
 def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatch, tmp_path):
-    """A pair that talks would be served, or chatted with, as one that completes."""
+    """A chat model would otherwise be used for plain completion."""
     (tmp_path / "jinja2.py").write_text("import no_such_library\n")
     assert not knows_conversations(ByteTokenizer())
     monkeypatch.setattr(
@@ -283,7 +275,7 @@ def test_templates_end_by_the_clock(worker, monkeypatch):
     with pytest.raises(ValueError, match="did not finish in 0.5 seconds of wall time$"):
         template("stopped").render([ASK])
     rescue.cancel()
-    monkeypatch.setattr(chat, "MORE_SECONDS", 25.0)  # a new process has to start
+    monkeypatch.setattr(chat, "MORE_SECONDS", 25.0)  # time to start a new process
     assert template("next").render([ASK]) == "next"
 
 
@@ -360,9 +352,7 @@ def test_where_templates_are_found(tmp_path):
 
 
 def test_conversations_as_prompts(original, tmp_path):
-    """Special tokens stand once, where the template puts them; a text beside a conversation stays a
-    text.
-    """
+    """Special tokens appear once, where the template has them, and plain texts remain texts."""
     folder = shutil.copytree(original, tmp_path / "model")
     write(
         folder,

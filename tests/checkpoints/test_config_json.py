@@ -1,6 +1,4 @@
-"""Values of config.json that transformers reads in a way of its own; each was found where logits
-differed from its.
-"""
+"""Values of config.json that transformers reads in its own way, each found by differing logits."""
 
 import copy
 import json
@@ -17,7 +15,7 @@ LLAMA3 = dict(
 )
 SCALINGS = {"llama3": LLAMA3, "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0)}
 ORIGINAL = "original_max_position_embeddings"
-# Of the configuration classes of transformers, for the keys that are read here.
+# Defaults of transformers' configuration classes, for the keys that are read here.
 DEFAULTS = json.loads(pathlib.Path(__file__).with_name("defaults.json").read_text())
 RELEASE = DEFAULTS.pop("transformers")
 WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee")
@@ -33,9 +31,7 @@ def read(name, **changes):
     "name, key", [(name, key) for name, keys in DEFAULTS.items() for key in keys]
 )
 def test_an_absent_key_is_read_as_the_default_of_transformers(name, key):
-    """Mixtral without rope_theta had another base than Mixtral; a default that is read wrongly is a
-    silent error.
-    """
+    """A wrong default is a silent error: once, a Mixtral without rope_theta had another base."""
     config = golden.read(name).config
     given = {
         other: value
@@ -77,8 +73,8 @@ def test_gemma_3_keeps_the_original_length_of_its_kind_of_layer():
 
 
 def test_keys_that_transformers_ignores_are_refused():
-    """Of Gemma 3 it looks for truncate outside of the kind of layer, and for rope_type alone beside
-    a default.
+    """For Gemma 3, transformers reads truncate outside the kind of layer, and next to a default
+    rope_type alone.
     """
     yarn = SCALINGS["yarn"]
     assert not read(
@@ -111,14 +107,14 @@ def test_families_that_turn_whole_heads_ignore_a_part(name):
         within = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5)
         assert read(name, rope_parameters=within).rotary_size is None
     linear = dict(rope_type="linear", factor=2.0, rope_theta=10_000.0, partial_rotary_factor=0.5)
-    # There transformers fails.
+    # transformers fails in this case.
     with pytest.raises(ValueError, match="partial_rotary_factor = 0.5 and scales"):
         read(name, rope_scaling=linear, rope_parameters=None)
 
 
 def test_old_and_new_config_files_say_the_same():
-    """Reads the form of Llama 3's authors and of transformers 5; users add rope_scaling to lengthen
-    a model.
+    """The forms of Llama 3's authors and of transformers 5 are equal; a rope_scaling, which users
+    add to lengthen a model, counts first.
     """
     new = dict(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 8})
     old = dict(rope_parameters=None, rope_theta=500.0, rope_scaling=new["rope_parameters"])
@@ -134,7 +130,7 @@ def test_gpt_neox_turns_a_part_of_each_head():
     half = dict(rope_theta=10_000.0, partial_rotary_factor=0.5)
     assert read("gpt_neox", rope_parameters=half).rotary_size == 4
     assert read("gpt_neox", rope_parameters=None, rotary_pct=0.5).rotary_size == 4
-    # Only within rope_parameters.
+    # The key counts only within rope_parameters.
     assert read("gpt_neox", partial_rotary_factor=0.5).rotary_size == 2
     linear = read("gpt_neox", rope_scaling=half | dict(rope_type="linear", factor=2.0))
     assert linear.rotary_size == 4 and linear.rotary_scaling.factor == 2
@@ -161,9 +157,7 @@ def test_which_layers_have_a_window():
 
 
 def test_a_mistral_may_have_layers_without_a_window():
-    """transformers reads a file that lists its layers as Ministral; all layers had the
-    window here.
-    """
+    """transformers reads a Mistral with a list of layers as Ministral: some have no window."""
     found = read("mistral", layer_types=["full_attention", "sliding_attention"])
     assert found.window == 5 and found.global_layers == (0,)
     assert read("mistral", layer_types=2 * ["full_attention"]).window is None
@@ -178,7 +172,7 @@ def test_a_mistral_may_have_layers_without_a_window():
     "name, others", [("mixtral", "full_attention"), ("qwen3_moe", "sliding_attention")]
 )
 def test_a_list_of_layers_that_transformers_does_not_read_is_refused(name, others):
-    """All layers of a Mixtral have the window, or none has; all were read as the list said."""
+    """In transformers, all layers of a Mixtral have the window or none has, despite any list."""
     usual = {"mixtral": "sliding_attention", "qwen3_moe": "full_attention"}[name]
     count = golden.read(name).config["num_hidden_layers"]
     assert read(name, layer_types=count * [usual]) == read(name)
@@ -216,7 +210,7 @@ def test_which_layers_have_experts():
 
 
 def test_names_and_windows_as_files_have_them():
-    """Older files write num_experts; a window holds in every layer, unlike that of dense models."""
+    """Older files have num_experts; a window holds in every layer, unlike in dense models."""
     older = {
         key: value
         for key, value in golden.read("qwen3_moe").config.items()

@@ -109,7 +109,7 @@ DAMAGES = [
             f"index: {name}",
             index_names(name),
             f"{INDEX} is not an index.* must be the name",
-        )  # files of this user are no part of it
+        )  # only names within the folder are valid
         for name in (3, "", "..", "../model/{file}", "{folder}/{file}", "*")
     ),
     ("pickle", only_a_pickle, "neither model.safetensors nor .*pickle.*save_pretrained"),
@@ -225,7 +225,7 @@ def test_a_config_that_contradicts_the_tensors(saved):
 
 
 def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
-    """Buffers that transformers computes are left out."""
+    """Buffers that transformers computes are never read."""
     mask, buffer = (
         "model.layers.0.self_attn.masked_attn.bias",
         "model.layers.0.self_attn.rotary_emb.inv_freq",
@@ -243,9 +243,7 @@ def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor", [UP, "lm_head.weight", "model.norm.weight"])
 def test_weights_that_are_no_numbers_are_named_while_they_are_read(saved, tensor, number):
-    """In float, and in int8, whose scales they reach; a head was refused, a target was read without
-    a word.
-    """
+    """They are named in float, and in int8, where they enter the scales."""
 
     def damage(tensors):
         tensors[tensor] = tensors[tensor].copy()
@@ -271,7 +269,7 @@ def test_numbers_too_large_for_the_dtype_are_named(saved):
 
 
 def test_names_without_their_prefix(tmp_path):
-    """Names are those of the first GPT-2 files, which include masks."""
+    """The first GPT-2 files have these names, and also contain masks."""
     gpt2 = golden.read("gpt2")
 
     def read(folder):

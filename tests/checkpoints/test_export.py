@@ -1,5 +1,5 @@
-"""Models and heads that were trained here, as other engines read them; what no layout can say is
-refused before anything is written.
+"""Trained models and heads are exported for other engines; a part without a counterpart is refused
+before any write.
 """
 
 import dataclasses
@@ -56,9 +56,7 @@ def test_what_has_no_counterpart_is_named(change, named, tmp_path):
 
 
 def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypatch):
-    """An export that is killed while replacing an older one leaves no model rather than a
-    mixture.
-    """
+    """An export that is killed while it replaces another results in no model, not in a mixture."""
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
 
     def killed(*_, **__):

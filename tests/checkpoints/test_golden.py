@@ -1,5 +1,5 @@
-"""Every family against what Hugging Face transformers computed of the same weights: prefill,
-chunks, one by one.
+"""Every family against results of Hugging Face transformers for the same weights: whole prompts,
+chunks, single tokens.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from support.extras import slow_but
 
 CLOSE = 2e-5  # of the largest logit; measured: 5e-6. Each of the mistakes below is beyond 1e-4
 LENGTH, CHUNK, SLOTS = 24, 8, 40
-# A program more; the others read their text in chunks.
+# Single tokens require one more program: most families read their text in chunks.
 ONE_BY_ONE = ("gemma3", "gpt2", "gpt_neox", "llama3")
 
 
@@ -45,8 +45,8 @@ def distance(logits, expected):
     "name", slow_but(golden.NAMES, *ONE_BY_ONE, "gpt_oss", "mimo", "qwen3_moe")
 )
 def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
-    """One pass; chunks over a stale cache, of which the last is taken back and fed again; then
-    their own text.
+    """The logits agree in one pass, and in chunks over a stale cache with a repeated last chunk;
+    then the greedy text agrees.
     """
     model, params = read(name, folder)
     theirs = golden.read(name)
@@ -69,7 +69,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
         if fed is tokens_BT:
             assert distance(output.logits_BTV, theirs.logits_BTV[:, start : start + CHUNK]) < CLOSE
 
-    # Their greedy text begins within the prompt: what is cached beyond it is stale again.
+    # The greedy text begins within the prompt, so later cache entries are stale again.
     text_BT = np.concatenate([tokens_BT[:, : golden.PROMPT], theirs.greedy_BT], axis=1)
     width = 1 if name in ONE_BY_ONE else CHUNK
     for start in sorted({*range(golden.PROMPT - 1, LENGTH - width, width), LENGTH - 1 - width}):
@@ -81,9 +81,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
 
 
 def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
-    """Gemma 3's mixture of layers: windows are shorter than the prompt, and drafted tokens are
-    removed.
-    """
+    """Gemma 3 mixes layers: windows are shorter than the prompt, and drafts are rejected."""
     model, params = read("gemma3", folder)
     theirs = golden.read("gemma3")
     prompts = theirs.tokens_BT[:, : golden.PROMPT].tolist()
@@ -106,7 +104,7 @@ QWEN_EXPERTS = ExpertsConfig(
 GPT_OSS_EXPERTS = ExpertsConfig(
     num_experts=4, experts_per_token=2, width=64, normalised=True, bias=True, limit=20.0
 )
-# Models and switches that keep the shapes of their parameters: each must move the logits.
+# Changes that keep all shapes of parameters: each must change the logits.
 MISTAKES = [
     ("llama3", dict(rotary_scaling=None)),
     ("llama_yarn", dict(rotary_scaling=None)),
@@ -133,7 +131,7 @@ MISTAKES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name, change", MISTAKES)
 def test_each_of_these_mistakes_would_be_seen(name, change, folder):
-    """Each mistake keeps the shapes of parameters, and changes the logits."""
+    """Each mistake keeps all shapes of parameters, and changes the logits."""
     model, params = read(name, folder)
     theirs = golden.read(name)
     wrong = TransformerLM(dataclasses.replace(model.config, **change))

@@ -1,4 +1,4 @@
-"""gpt-oss: MXFP4 is read exactly; mistakes that the golden logits show; the chat template."""
+"""gpt-oss: MXFP4 is read exactly, odd blocks are refused, and its kind of chat template renders."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ WIDTH, INNER, EXPERTS = 32, 64, 4
 
 
 def unpack(blocks, scales):
-    """Returns the numbers by the definition of e2m1: a sign, two bits of exponent, one bit."""
+    """Returns the numbers by the definition of e2m1: sign, two exponent bits, one mantissa bit."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
     sign, exponent, bit = 1.0 - 2 * (codes >> 3), codes >> 1 & 3, codes & 1
     size = np.where(exponent == 0, bit / 2, (1 + bit / 2) * 2.0 ** (exponent.astype(int) - 1))
@@ -63,7 +63,7 @@ def is_as_read(params, experts):
 
 
 def test_blocks_are_read_exactly_also_in_parts(tmp_path):
-    """Four devices have 16 entries of each expert's width, half of a group."""
+    """Each of four devices has 16 entries of an expert's width, half of a group."""
     experts = write_packed(tmp_path, ends=(0, 250))
     checkpoint = open_checkpoint(tmp_path, dtype="bfloat16")
     model = TransformerLM(checkpoint.config)
@@ -116,7 +116,7 @@ def test_odd_blocks_are_refused_in_one_line(change, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-# As the template of gpt-oss: macros that call themselves, its date, namespaces, calls of tools.
+# Like the template of gpt-oss: recursive macros, a date, namespaces, calls of tools.
 TEMPLATE = """
 {%- macro type_of(spec) -%}
   {%- if spec.type == "object" -%}

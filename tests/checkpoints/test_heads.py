@@ -58,7 +58,7 @@ def load(folder, target=TOY_TARGET, **options):
 
 
 def two_calls(head, weights, hidden, tokens=TOKENS):
-    """The features of all pairs, and of one more that begins with the last of them and token 5."""
+    """Returns the features of all pairs, and of one more pair: the last feature and token 5."""
     start_B, length = jnp.zeros(1, jnp.int32), tokens.shape[1]
     cache = head.init_cache(1, length + 2)
     features, cache = head(
@@ -133,8 +133,8 @@ BLOCKS["{}.1.weight"] = "lm_heads.{}.weight"
 
 
 def toy_medusa(folder, names=(), num_heads=3, **config):
-    """As its authors' files are, whose config says too few heads; ``names`` are those of another
-    layout.
+    """Writes a config and returns tensors, in the authors' layout or with other ``names``. The
+    authors' configs state too few heads.
     """
     tensors = {
         dict(names).get(name, name).format(k): np.cos(np.arange(np.prod(shape)) + k)
@@ -151,7 +151,7 @@ def medusa_logits(folder):
     head, weights = load(folder)
     assert head.config.num_heads == 3 and head.hidden_layers == (9,)
     hidden = jnp.sin(jnp.arange(8.0))[None, None]
-    # The number of a head may be known on the device alone.
+    # The number of a head may be an array on the device.
     logits = jax.jit(lambda k: head.logits(weights, head.fuse(weights, (hidden,)), None, k)[0, 0])
     assert_allclose(head.logits(weights, hidden, None, 1)[0, 0], logits(1), atol=1e-5)
     return [logits(k) for k in range(3)]
@@ -239,9 +239,7 @@ def test_tensors_of_a_pickle(tmp_path):
 
 
 def hostile(tmp_path):
-    """Pickles by what they try; each would leave a file or take memory or change what is not its
-    own.
-    """
+    """Yields pickles by their attack: on files, on memory, or on objects of the program."""
     mark = str(tmp_path / "mark")
     yield "a call", pickle.dumps({"w": Calls(open, mark, "w")}, 2)
     yield "evaluation", pickle.dumps(Calls(eval, f"open({mark!r}, 'w')"), 2)

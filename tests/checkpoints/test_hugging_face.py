@@ -1,6 +1,4 @@
-"""Reading a checkpoint: what is right is read whole, wherever it lies and whatever it is
-read onto.
-"""
+"""A sound checkpoint is read completely, from any place and onto any mesh."""
 
 import dataclasses
 import json
@@ -49,9 +47,7 @@ def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
 def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(
     original, name, model, tmp_path, monkeypatch
 ):
-    """Each device reads its own slices, also of tensors with queries, keys and values, and its own
-    experts.
-    """
+    """Each device reads its own slices, also of joined queries, keys and values, and of experts."""
     asked = []
     read = Tensor.read
     checkpoint, _ = open_all(golden.read(name).write_checkpoint(tmp_path) if name else original)
@@ -71,7 +67,7 @@ def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(
     def taken(tensor, index):
         return np.prod([len(range(*s.indices(n))) for s, n in zip(index, tensor.shape)])
 
-    # Joined tensors are read for queries, for keys and for values.
+    # Joined tensors are read three times: for queries, keys and values.
     if name not in ("gpt2", "gpt_neox"):
         assert (
             sum(taken(tensor, index) for tensor, index in asked) == checkpoint.config.num_parameters
@@ -123,9 +119,7 @@ def test_stop_tokens_of_the_generation_config_come_first(saved, tokenizer):
 
 
 def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
-    """generation_config.json of several instruction-tuned models has the end of a
-    document alone.
-    """
+    """Some instruction-tuned models have only the end of a document in generation_config.json."""
     names = ("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<|return|>")
     whole = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
     whole.add_special_tokens(list(names))
@@ -166,12 +160,12 @@ def test_names_that_are_no_checkpoint(monkeypatch):
 
 
 def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypatch, tmp_path):
-    """The small files first: what they show to be wrong costs no download of gigabytes."""
+    """The small files come first: their faults cost no download of gigabytes."""
     asked = []
 
     def snapshot_download(name, allow_patterns, ignore_patterns):
         asked.append(any(file.endswith(".safetensors") for file in allow_patterns))
-        # The same weights may lie there twice.
+        # The repository may hold the same weights twice.
         assert not any("*" in file for file in allow_patterns)
         if name != "someone/model":
             raise OSError("404")

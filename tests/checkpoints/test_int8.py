@@ -1,5 +1,5 @@
-"""Checkpoints read, converted and written in int8: bit by bit what quantising all at once gives,
-and never more at once.
+"""Checkpoints are read, converted and written in int8: in blocks, with the bits of quantising all
+at once.
 """
 
 import jax
@@ -29,7 +29,7 @@ def stored(params):
 
 @pytest.mark.parametrize("name, model", [(None, None), (None, 4), ("qwen3_moe", None)])
 def test_a_checkpoint_is_quantised_while_it_is_read(original, name, model, tmp_path, monkeypatch):
-    """Reads blocks of a kilobyte: no more is ever in float."""
+    """With blocks of a kilobyte, no more is ever in float."""
     folder = golden.read(name).write_checkpoint(tmp_path) if name else original
     in_float = open_checkpoint(folder, dtype="float32")
     stored = decode_weights(

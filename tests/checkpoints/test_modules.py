@@ -1,8 +1,8 @@
-"""Modules for multi-token prediction, against NumPy's ends around a model of one layer.
+"""Modules for multi-token prediction, against a model of one layer with ends in NumPy.
 
-A module's layer has the weights of a layer of attention of its target. So it is a model of one
-layer, whose family has golden logits, and whose embedding holds the projected pairs of hidden
-states and tokens.
+A module's layer has the weights of an attention layer of its target. So it is a model of one layer,
+whose family has golden logits, and whose embedding holds the projected pairs of hidden states and
+tokens.
 """
 
 import functools
@@ -40,7 +40,7 @@ FAMILIES = {"mimo": MIMO, "qwen3_next": QWEN, "qwen3_5": QWEN, "qwen3_5_moe": QW
 
 @functools.cache
 def write(name, folder):
-    """Writes a checkpoint whose files hold a module, too; returns its folder."""
+    """Writes a checkpoint with a module in its files, and returns its folder."""
     content, names = golden.read(name), FAMILIES[name]
     folder = content.write_checkpoint(folder / name)
     if names is MIMO:  # its golden file has a module

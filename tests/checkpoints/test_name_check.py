@@ -1,6 +1,4 @@
-"""Names of the hub, good and bad: each that would not load is said with its reason, and no weights
-are downloaded.
-"""
+"""Good and bad names of the hub: each bad name has its reason, and no weights are downloaded."""
 
 import dataclasses
 import json
@@ -21,7 +19,7 @@ CHAT = {"chat_template": "{{ messages[0].content }}"}
 
 @pytest.fixture
 def hub(original, tokenizer, tmp_path, monkeypatch):
-    """A target of several files, a draft and a head for it."""
+    """Returns a hub with a target of several files, a draft and a head."""
     hub = StandInHub(tmp_path / "hub", tmp_path / "cache")
     target = shutil.copytree(original, hub.folder / "some/target")
     (target / "tokenizer_config.json").write_text(json.dumps(CHAT))
@@ -33,7 +31,7 @@ def hub(original, tokenizer, tmp_path, monkeypatch):
 
 
 def problems(**fields):
-    """What is wrong with the target and with what drafts."""
+    """Returns the problem, or None, of the target and of its draft or head."""
     given = {"name": "pair", "target": "some/target", "draft": "some/draft"} | fields
     found = list(check_pair(**given))
     assert [one.model for one in found] == [given["target"], given["draft"]]

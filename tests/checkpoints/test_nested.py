@@ -20,7 +20,7 @@ OUTER = {
         architectures=["Qwen3_5MoeForConditionalGeneration"], model_type="qwen3_5_moe"
     ),
 }
-# Of transformers 5.24 for absent keys of a text_config.
+# Values of transformers 5.24 for absent keys of a text_config.
 SIZES = ("vocab_size", "width", "feedforward_width", "num_layers", "num_heads", "num_kv_heads")
 SIZES += ("head_size", "max_positions", "window", "tied")
 USUAL = {
@@ -107,7 +107,7 @@ def test_another_text_config_is_refused(outer, message):
 
 
 def test_experts_in_shared_tensors_are_those_in_separate_tensors(tmp_path):
-    """Public files of Qwen 3.5 have both forms; modules of MTP beside the model are left out."""
+    """Public files of Qwen 3.5 have both forms; their modules of MTP are not read."""
     flat = golden.read("qwen3_5_moe").write_checkpoint(tmp_path / "flat")
     tensors, joined = load_file(flat / "model.safetensors"), tmp_path / "joined"
     joined.mkdir()

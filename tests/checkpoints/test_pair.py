@@ -1,6 +1,4 @@
-"""Pairs in a folder: int8 within half a step, written and read without a change, and every damage
-named.
-"""
+"""Pairs in a folder: int8 is within half a step, nothing else changes, and all damage is named."""
 
 import json
 import shutil
@@ -98,7 +96,7 @@ def test_a_pair_is_its_dequantised_weights(original, params):
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
-    """A save that is killed while replacing an older pair leaves no pair rather than a mixture."""
+    """A save that is killed while it replaces a pair results in no pair, not in a mixture."""
     folder = shutil.copytree(original, tmp_path / "pair")
 
     def killed(*_):
@@ -141,7 +139,7 @@ def test_missing_and_truncated_files_are_named(saved, name):
 
 
 def test_weights_that_are_not_of_the_pair_are_named(saved):
-    """The error has both shapes, or the weight without scales."""
+    """The error names both shapes, or the weight that lacks scales."""
     edit(
         saved / "pair.json",
         lambda content: content["draft"].update(feedforward_width=50, positions="relative"),
@@ -216,8 +214,7 @@ def test_prompts(saved):
             load_prompts(saved)
 
 
-# Digests that tell the values of parameters from others: the same on every mesh and with rows of
-# padding.
+# Digests of parameters differ by values, and are equal on every mesh and with rows of padding.
 
 
 MODEL = TransformerLM(tiny(num_layers=1))
@@ -225,9 +222,7 @@ PARAMS = drawn_params(MODEL)
 
 
 def test_values_dtypes_places_names_and_signs_count():
-    """What changes when a conversion is mended: the order of heads or of halves, a transposed
-    matrix, a swapped side.
-    """
+    """A corrected conversion reorders heads or halves, transposes a matrix, or swaps a side."""
     x, y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32))
     nearly = x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))
     others = [{"a": made} for made in (x, -x, x.T, x[::-1], jnp.roll(x, 32, 0), nearly)]
@@ -237,7 +232,7 @@ def test_values_dtypes_places_names_and_signs_count():
 
 
 def test_heads_that_read_other_layers_have_another_digest():
-    """With equal weights; a vocabulary that a mesh padded is the same head."""
+    """The weights are equal; a vocabulary that is padded for a mesh belongs to the same head."""
 
     def of(**fields):
         layer = layer_config(fields.pop("vocab_size", 32))

@@ -1,6 +1,4 @@
-"""Two checkpoints as a pair: what does not belong together is refused, what is padded is masked,
-stops are agreed.
-"""
+"""Two checkpoints as a pair: mismatches are refused, padding is masked, stops are the target's."""
 
 import dataclasses
 import shutil
@@ -46,9 +44,7 @@ def refuse_to_read(monkeypatch):
 
 @pytest.mark.slow
 def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokenizer):
-    """The draft's embedding is smaller, both are larger than the tokenizer: 304 and 288 rows, 279
-    tokens.
-    """
+    """The embeddings of target and draft have 304 and 288 rows, and the tokenizer 279 tokens."""
     said = []
     pair = read_pair(original, draft, dtype="float32", say=said.append)
     assert pair.target.vocab_size == pair.draft.vocab_size == 304
@@ -68,7 +64,7 @@ def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokeni
     )[0]
     assert max(completion.tokens) < 279 and completion.stats.accepted > 0
     assert completion.text == tokenizer.decode(completion.tokens)
-    # Without the tokenizer.
+    # The models mask the padding without the tokenizer.
     for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params)):
         with jax.disable_jit():
             logits = model.forward(params, jnp.ones((1, 2), jnp.int32)).logits_BTV
@@ -135,9 +131,7 @@ def test_tokenizers_that_differ_are_refused_before_anything_is_read(
 
 
 def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
-    """Merges as pairs or as texts, an entry listed in one place or two; how texts are cut before
-    merging is told.
-    """
+    """Merges are pairs or texts, a post-processor may be absent; another normalizer is reported."""
     assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
 
     def same(content):
@@ -156,7 +150,7 @@ def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
 
 
 def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
-    """As Gemma 3's text models carry the placeholder for images: 262145 tokens for 262144 rows."""
+    """Gemma 3's text models have a placeholder for images: 262145 tokens for 262144 rows."""
     target = shutil.copytree(original, tmp_path / "target")
     edit(target / "config.json", lambda content: content.update(vocab_size=279))
     image = dict(id=279, content="<image>")
@@ -195,9 +189,7 @@ def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, mon
 
 @pytest.fixture
 def small_gigabytes(monkeypatch):
-    """A gigabyte is 10 kB, and the embedding has 39: Orbax refuses arrays that are not below its
-    limits.
-    """
+    """Sets a gigabyte to 10 kB: the embedding has 39 kB, which Orbax's limits must exceed."""
     handler = orbax.ocp.StandardCheckpointHandler
 
     def scaled(**limits):

@@ -1,4 +1,4 @@
-"""The pair that comes with the package: small enough, trained, and a draft of its own target."""
+"""The shipped pair: greedy text is the target's, with the draft model and with the head."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The head that comes with the package for SmolLM2-135M-Instruct, whose target does not come."""
+"""The shipped head for SmolLM2-135M-Instruct; this target is not shipped."""
 
 import json
 
@@ -39,7 +39,7 @@ def normed(x, scale):
 
 
 def rotated(x_TNH, base=100_000.0):
-    """Rotates halves, as Llama's files are read."""
+    """Rotates halves, as for Llama's files."""
     half = x_TNH.shape[-1] // 2
     angles_TH = np.arange(len(x_TNH))[:, None] * base ** (-np.arange(half) / half)
     cos, sin = np.cos(angles_TH)[:, None], np.sin(angles_TH)[:, None]
@@ -48,7 +48,7 @@ def rotated(x_TNH, base=100_000.0):
 
 
 def logits_by_numpy(embedded_TD, hidden):
-    """Reads the file as the package speculators does, for one text."""
+    """Returns the logits of one text, computed from the file as the package speculators does."""
     w = read_tensors()
     layer = {name[9:]: tensor for name, tensor in w.items() if name.startswith("layers.0.")}
     features_TD = np.concatenate(hidden, axis=-1) @ w["fc.weight"].T

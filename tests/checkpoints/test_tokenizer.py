@@ -1,4 +1,4 @@
-"""Tokenizers: special tokens, ids with gaps, and text that is streamed while bytes are missing."""
+"""Tokenizers: special tokens, ids with gaps, settings without effect, and unknown words."""
 
 import pytest
 import tokenizers
@@ -16,8 +16,8 @@ def saved(tokenizer, tmp_path):
 
 @pytest.fixture
 def with_specials(tmp_path):
-    """A tokenizer that begins every text with <s>, as Llama's does; id 5 is the last of a
-    vocabulary with a gap.
+    """Returns a tokenizer that begins texts with <s>, like Llama's; no token has id 4, and the last
+    has 5.
     """
     vocab = {"<s>": 0, "</s>": 1, ".": 2, "a": 3, "b": 5}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
@@ -36,7 +36,7 @@ def test_special_tokens_begin_prompts_but_not_stop_texts(with_specials):
 
 
 def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
-    """Whatever a training run left in the file; transformers ignores it too unless it is asked."""
+    """Truncation and padding in the file have no effect, as by default in transformers."""
     tokenizer = tokenizers.Tokenizer.from_str(with_specials.to_json())
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)

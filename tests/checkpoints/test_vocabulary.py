@@ -64,9 +64,7 @@ def test_ends_are_matched_and_other_special_tokens_are_not_read(target, draft):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_added_tokens_that_are_not_special_are_the_text_that_they_decode_to(style):
-    """Gemma has tokens for several spaces among its added tokens, GPT-NeoX has such tokens in
-    another spelling.
-    """
+    """Gemma and GPT-NeoX have added tokens for several spaces, in different spellings."""
     given = tokenizers.Tokenizer.from_str(tokenizer(style).to_json())
     names = ["▁▁", "▁▁▁▁▁▁", "  ", "\n\n", "<table>", "<｜User｜>", "é"]
     given.add_tokens(
@@ -83,7 +81,7 @@ def test_added_tokens_that_are_not_special_are_the_text_that_they_decode_to(styl
 
 
 def test_bytes_with_two_tokens_are_the_one_that_is_written():
-    """The letter A is an ordinary token, and a byte to fall back on."""
+    """The letter A is both an ordinary token and a fallback for its byte."""
     gemma = tokenizer("gemma")
     letter, byte = gemma.token_id("A"), gemma.token_id("<0x41>")
     assert letter != byte and TokenBytes(gemma, "").ids[b"A"] == letter
@@ -143,7 +141,7 @@ def test_tokenizers_that_do_not_match_are_refused():
 
 @pytest.fixture(scope="module")
 def other_draft(tmp_path_factory):
-    """A draft whose tokenizer was trained on other texts than the target's."""
+    """Writes a draft whose tokenizer was trained on other texts than the target's."""
     folder = tmp_path_factory.mktemp("other") / "draft"
     config = dataclasses.replace(CONFIG, vocab_size=320, num_layers=1, max_positions=64)
     other = train_tokenizer(["class Tree: value = None  # ünï, return"] * 3, 310)

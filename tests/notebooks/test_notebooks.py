@@ -1,6 +1,4 @@
-"""Every notebook runs from a plain interpreter, and the ``.ipynb`` beside it is that script, with
-its outputs.
-"""
+"""Every notebook runs as a script, and its ``.ipynb`` holds the same cells with their outputs."""
 
 import json
 import os
@@ -19,7 +17,7 @@ jupytext = pytest.importorskip("jupytext")
 pytestmark = extras.needs("matplotlib")
 
 SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
-LARGEST = 2**20  # bytes of a notebook: pictures of many colours do not belong into git
+LARGEST = 2**20  # bytes of a notebook: git is no place for pictures of many colours
 
 all_notebooks = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
@@ -30,7 +28,7 @@ SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_te
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_runs(script, tmp_path, tmp_path_factory):
-    """The notebooks assert what they say: which rules are exact, and which are not."""
+    """The notebooks assert their own claims: which rules are exact, and which are not."""
     text = script.read_text()
     for size, smaller in SMALLER[script.stem].items():
         assert size in text
