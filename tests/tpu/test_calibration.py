@@ -1,6 +1,4 @@
-"""The fits find what made the data, hold where they were not fitted, and the formula they replace
-does not.
-"""
+"""The fits recover the parameters behind the data, and hold for measurements that were left out."""
 
 import dataclasses
 import math
@@ -33,7 +31,7 @@ LLAMA = [
 
 
 def made_by(added, hidden):
-    """The published rows, with the milliseconds that two calibrations give them."""
+    """Returns the published rows, with the milliseconds that two calibrations give them."""
 
     def exact(row):
         one = dataclasses.replace(hidden, efficiency=math.inf, call_ms=0.0, overlap=0.0)
@@ -66,9 +64,7 @@ def test_a_measurement_that_does_not_belong_shows_in_the_error():
 
 
 def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
-    """The bar: a median error of 10% at most, 25% at worst, with nothing of the row's own layout in
-    the fit.
-    """
+    """Without the row's own layout in the fit, the median error is at most 10%, the largest 25%."""
     assert len(LLAMA) == 24 and len({row.layout for row in LLAMA}) == 2
     found = [(row.milliseconds, band) for row, band in held_out("layout") if row in LLAMA]
     errors = [abs(band.likely / ms - 1) for ms, band in found]
@@ -107,8 +103,7 @@ def test_only_what_outlasts_the_streaming_is_exposed():
     assert half.estimate(longer).most == pytest.approx(
         (free + 1000 * 14e-3 - 0.5 * 10) * math.exp(0.1)
     )
-    # What is computed for longer than it is streamed takes that long; the least has no time per
-    # call.
+    # Computation that outlasts the streaming decides the time; the least has no time per call.
     computed = dataclasses.replace(work, cycles_ms=30.0)
     assert hidden.milliseconds(computed) == pytest.approx(30 + hidden.call_ms)
     band = hidden.estimate(work)

@@ -1,4 +1,4 @@
-"""Calls compiled for a TPU slice: which experts are read, and what int8 reads and writes."""
+"""Calls compiled for a TPU slice: the experts that are read, and the bytes that int8 moves."""
 
 import dataclasses
 
@@ -45,10 +45,10 @@ def programs(config, batch=1, slots=256, kernels=None):
 
 
 def call(made):
-    """The traffic of scoring five tokens a row on four chips, its floor, and what is in memory."""
+    """Returns traffic, floor and memory of a call that scores five tokens a row on four chips."""
     with jax.default_matmul_precision("default"):
         compiled = made.call(made.target, 5).compile(compiler_options=dict(FEWEST_COLLECTIVES))
-    schedules.take()  # nothing is left for other tests
+    schedules.take()  # no schedule is left for other tests
     return traffic_of(compiled.as_text()), made.floor(made.target), compiled.memory_analysis()
 
 
@@ -56,7 +56,7 @@ def with_experts(kernels=None, **changes):
     return programs(dataclasses.replace(CONFIG, **changes), kernels=kernels)
 
 
-# 49 tiles of memory: a width that no devices share.
+# 49 tiles of memory: a width that does not divide over devices.
 BY_EXPERT = dataclasses.replace(EXPERTS, width=784)
 
 
@@ -75,14 +75,14 @@ def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
     traffic, _, memory = call(made)
     floor = made.floor(made.target, tokens=5)
     experts = made.target.config.experts
-    devices = 4 if experts == BY_EXPERT else 1  # that have whole experts, and wait for each other
+    devices = 4 if experts == BY_EXPERT else 1  # with whole experts, the slowest device counts
     uneven = devices * experts.expected_blocks(5, 5, devices) / experts.expected_touched(5)
     chosen = made.floor(made.target, tokens=5) - made.floor(made.target, tokens=0)
     assert (uneven > 1.2) == (devices > 1)
     assert traffic.bytes == pytest.approx(floor + (uneven - 1) * chosen, rel=0.05)
     assert traffic.open_loops == 0 and traffic.copies == []
     assert memory.temp_size_in_bytes < 0.05 * floor
-    assert traffic.bytes < 0.75 * made.floor(made.target, tokens=1000)  # all of them
+    assert traffic.bytes < 0.75 * made.floor(made.target, tokens=1000)  # the floor of all experts
 
 
 def test_floors_count_the_experts_of_the_tokens_of_a_call():
@@ -110,7 +110,7 @@ def test_a_step_may_feed_one_token_where_one_more_reads_more_experts():
     )
 
 
-# Weights and caches in int8: what is read from HBM is int8, and nothing is written there wider.
+# Weights and caches in int8: HBM is read in int8, and no wider values are written to it.
 
 
 WIDE = dict(
@@ -122,9 +122,7 @@ PLAIN = TransformerConfig(
 
 
 def widened(spec, x, y, *, dtype=None):
-    """Multiplies by a matrix that is converted before: a row of it is written once more, where x
-    says.
-    """
+    """Multiplies by a matrix that is converted first; a row is written again at an index from x."""
     wide = dequantise(y).astype(x.dtype)
     row = (x.ravel()[0] > 0).astype(jnp.int32)
     return products.contract(
@@ -147,17 +145,13 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
 
     for module in ("attention", "modules", "decoder"):
         monkeypatch.setattr(f"specsamp.models.{module}.contract", contract)
-    mistaken, _, _ = call(
-        programs(in_int8)
-    )  # compilers differ in whether they write the wide rows, or read the others again
+    mistaken, _, _ = call(programs(in_int8))  # some compilers write wide rows, some reread rows
     assert mistaken.read + mistaken.written > 1.1 * floor
 
 
 @pytest.mark.slow
 def test_a_cache_in_int8_is_read_as_it_is():
-    """Reads, of eight rows, half the bytes of the bfloat16 one and the scales, which are stored
-    without padding.
-    """
+    """For eight rows, half the bytes of a bfloat16 cache are read, and scales without padding."""
     shape = dict(
         width=1024, head_size=128, feedforward_width=1024, max_positions=16384, cache_dtype="int8"
     )

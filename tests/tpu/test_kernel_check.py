@@ -22,7 +22,7 @@ each_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.na
 
 
 def test_every_kernel_of_the_folder_has_a_check():
-    """Kernels are named by texts in the files that call Pallas."""
+    """Kernels are named by constants in the files that call Pallas."""
     names = set()
     for path in pathlib.Path(folder.__file__).parent.glob("*.py"):
         text = path.read_text()
@@ -48,8 +48,8 @@ def test_a_check_calls_its_kernel_and_the_plain_form_none(check, monkeypatch):
     assert called == {check.kernel}
 
 
-# Vectors of norms make Pallas look at the default device, a CPU here: models compile these kernels
-# in test_kernels.py.
+# For vectors of norms, Pallas uses the default device, a CPU here: test_kernels.py compiles these
+# kernels in models.
 LARGE = [check for check in CHECKS if check.kernel != SMALL]
 
 

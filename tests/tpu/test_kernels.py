@@ -1,4 +1,4 @@
-"""Kernels compiled for TPU slices with libtpu: what they move, and that nothing is copied."""
+"""Kernels compiled for TPU slices with libtpu: the bytes that they move, without copies."""
 
 import functools
 
@@ -40,8 +40,8 @@ def call(*made, scope=""):
 
 
 def test_what_kernels_move_by_their_shapes():
-    """Two rows of eight kv heads and 2048 slots, in blocks of 256; of scores by distance two tiles
-    more.
+    """Two rows of eight kv heads and 2048 slots, in blocks of 256; windows of distances have two
+    tiles more.
     """
     query, cache, distances = (
         array(2, 8, 5, 128),
@@ -155,9 +155,7 @@ SHAPES = {
 @libtpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tree_compiles_within_data_shards(shape):
-    """34 rows, more than a tile has slots; slots that are no power of two; kernels within two
-    shards of the batch.
-    """
+    """The tree has more rows than a tile; its slots are no power of two; rows are in two shards."""
     nodes, slots, batch = 34, 384, 2
     config = TransformerConfig(
         vocab_size=256,
@@ -195,7 +193,7 @@ def test_a_tree_compiles_within_data_shards(shape):
         .compile(compiler_options=dict(FEWEST_COLLECTIVES))
     )
     text = compiled.as_text()
-    # Rows, attention, rows that are moved, norms; rotations of whole lanes.
+    # Appended rows, attention, moved rows, norms; also rotations of whole lanes.
     called = 6 + (config.head_size == 128)
     assert text.count('custom_call_target="tpu_custom_call"') == called
     cache = (

@@ -1,8 +1,8 @@
-"""Compiled for real TPU slices with libtpu, on this CPU: Chinchilla at full width, one and two
-layers.
+"""Programs compiled for real TPU slices with libtpu, on this CPU: Chinchilla at full width, one and
+two layers.
 
-Fixed costs cancel in the difference of the two depths. That copies are counted is shown in
-test_traffic.py.
+Fixed costs cancel in the difference of the two depths. test_traffic.py shows that copies are
+counted.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ TOPOLOGY, K = "v4:2x2x4", 2  # the paper has K = 4
 
 @pytest.fixture(autouse=True)
 def products_as_they_are_launched():
-    """Elsewhere the tests ask for products in float32, which are other programs on a TPU."""
+    """Sets the default precision: products in float32, as in other tests, change TPU programs."""
     with jax.default_matmul_precision("default"):
         yield
 
@@ -76,7 +76,7 @@ def report(target_layers, names=(*CALLS, "round")):
 def test_nothing_is_copied_and_nothing_leaves_the_device():
     for program in report(2).programs:
         assert program.num_copies == 0 and program.host_transfers == 0
-        # All others are counted as often as they run.
+        # All further loops are counted as often as they run.
         assert program.open_loops == (program.name == "round")
         assert program.memory.temporaries < 100e6
         assert program.memory.total < program.memory.capacity
@@ -85,9 +85,7 @@ def test_nothing_is_copied_and_nothing_leaves_the_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["target step", "score"])
 def test_a_layer_moves_its_floor_and_two_all_reduces(name):
-    """What a layer adds is its weights and caches, read once; what it computes hides behind what it
-    reads.
-    """
+    """A layer reads its weights and caches once, and its computation hides behind these reads."""
     few, many = report(1, names=CALLS)[name], report(2)[name]
     moved, floor = many.hbm_bytes - few.hbm_bytes, many.floor_bytes - few.floor_bytes
     assert 0.95 < moved / floor < 1.05
@@ -100,19 +98,16 @@ def test_a_layer_moves_its_floor_and_two_all_reduces(name):
 
 
 def test_a_round_holds_the_collectives_of_its_calls_alone():
-    """Sampling and verification have none: K calls of a draft of one layer, and one of
-    the target.
-    """
+    """Only the K calls of a one-layer draft and the call of the target have collectives."""
     assert report(2)["round"].collectives == {"all-reduce": K * 3 + 2 * 2 + 1, "all-gather": K + 1}
 
 
 @pytest.mark.slow
 def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
-    """Compiles two layers, the first of which drafts: one step of it (more: test_compiled.py);
-    nothing is copied or kept twice.
+    """The first of two layers drafts one step (more: test_compiled.py); nothing is copied or stored
+    twice.
 
-    Two shares of rows agree on when to end: one collective more than the calls have; nothing else
-    passes between them.
+    The two shards of rows agree on the end by one further collective, and exchange nothing more.
     """
     made = programs(described_mesh(TOPOLOGY, 2), 2, draft_layers=1, batch=2)
     cut = shard_model(made.target.model.first(1), made.target.layout)
@@ -153,7 +148,7 @@ def programs_with(head):
 
 
 def test_a_step_of_medusa_s_reads_one_of_its_heads():
-    """All heads are in memory, however many there are."""
+    """Memory holds all heads, but the reads of a step do not grow with their number."""
     two, three = (
         programs_with(FeatureHead(MedusaConfig(**OF_HEAD, hidden_layers=(2,), num_heads=n)))
         for n in (2, 3)
@@ -175,8 +170,8 @@ EAGLE = Eagle3Config(**OF_HEAD, hidden_layers=(0, 1), draft_vocab_size=4096)
     ids=["block", "tree"],
 )
 def test_a_round_is_that_of_its_drafter(config, size, tokens, rule, calls):
-    """A block is one call, a tree one for each level; nothing else passes between chips, and the
-    head's weights lie beside the target's.
+    """A block is one call, a tree one for each level; chips exchange nothing more, and memory holds
+    the weights of head and target.
     """
     made = programs_with(config.head())
     found = compile_report(made, topology="v5e:2x2", size=size, rule=rule, names=("round",))
@@ -200,17 +195,15 @@ def test_a_round_is_that_of_its_drafter(config, size, tokens, rule, calls):
 
 @pytest.mark.slow
 def test_rows_are_sampled_apart():
-    """Eight rows on sixteen chips, each whole on two; all rows on every chip had twice the cycles
-    in a round.
-    """
+    """Each of eight rows is on two of 16 chips; all rows on every chip took twice the cycles."""
     made = programs(described_mesh(TOPOLOGY, rows=8), 1, 1, batch=8)
     made = compile_report(made, topology=TOPOLOGY, size=1, rule=TokenRule(), names=("round",))[
         "round"
     ]
     assert made.num_copies == 0 and made.host_transfers == 0
     assert made.collectives["all-to-all"] == 1 + 1  # the distributions of each call, to their rows
-    # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a
-    # distribution would pass 36 a time.
+    # The collectives of the calls, and a few small ones of tokens and acceptance: warping a
+    # distribution would take 36 each time.
     assert sum(made.collectives.values()) <= (1 + 1) * (3 + 1 + 1) + 25
 
 
@@ -229,8 +222,8 @@ def test_rows_of_a_tree_are_read_without_collectives():
 @pytest.mark.slow
 @pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (1, 5)])
 def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
-    """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is
-    a loop on a TPU.
+    """Keys, values and relative scores have an offset for each row: a scatter or gather would be a
+    loop on a TPU.
     """
     for module in (positions, cache_slots):
         monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
@@ -240,7 +233,7 @@ def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
 
 
 def test_out_of_memory_is_a_result():
-    """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
+    """The caches of 64 long texts do not fit on four chips, and the compiler's message is kept."""
     large = programs(described_mesh("v5e:2x2"), 1, batch=64, slots=65536, max_positions=65536)
     made = compile_report(
         large, topology="v5e:2x2", size=4, rule=TokenRule(), names=("target step",)
@@ -254,7 +247,7 @@ def test_what_fits():
     def bytes_of(target_layers, draft_layers):
         return np.array(programs(mesh, target_layers, draft_layers).bytes_of_state())
 
-    # Of 80 layers and of 8: each is as the first one, and takes a while to trace.
+    # For 80 and 8 layers, of which at most two are traced: layers are equal, and slow to trace.
     one = bytes_of(1, 1)
     weights, caches = one + 79 * (bytes_of(2, 1) - one) + 7 * (bytes_of(1, 2) - one)
     assert weights == pytest.approx((129.4e9 + 2.7e9 + 8.24e9 * 12 / 13) / 16, rel=0.02)

@@ -1,4 +1,4 @@
-"""Collectives compiled over boxes of chips: by their ways `specsamp.mesh.torus` chooses boxes."""
+"""The paths of collectives over boxes of chips, by which `specsamp.mesh.torus` chooses boxes."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def cut(topology, box):
 
 
 def compiled(mesh, collective, split=PartitionSpec("data")):
-    """Returns what the compiler says of a collective over the axis ``model``."""
+    """Returns the compiler's configuration of a collective over the axis ``model``."""
 
     def body(x_RD):
         return collective(x_RD * jax.lax.axis_index("model").astype(x_RD.dtype))
@@ -50,11 +50,11 @@ def all_reduce(mesh):
 
 
 def rings(mesh):
-    """Returns the devices of the rings of an all-reduce, one after another, in any order."""
+    """Returns the sizes of the successive rings of an all-reduce, in ascending order."""
     text = all_reduce(mesh)
     found = re.findall(r"\{([\d ]+)\}", text.partition("cores:")[2].partition(" nophase")[0])
     sizes = {tuple(sorted(map(int, part.split()))) for part in found}
-    assert len(sizes) == 1  # all parts of the data go alike
+    assert len(sizes) == 1  # all parts of the data take equal rings
     return sizes.pop()
 
 

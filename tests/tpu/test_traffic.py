@@ -27,7 +27,7 @@ def test_bytes_of_a_program_counted_by_hand():
 
 
 def entry(*lines, parameters="p0: f32[1000,1000], p1: f32[1,1000], p2: s32[]", before=""):
-    """A program that holds these lines, after three parameters in HBM."""
+    """Returns a program with these lines after three parameters, of which p0 is in HBM."""
     return (
         f"""{before}
 ENTRY %main ({parameters}) -> f32[] {{
@@ -58,21 +58,21 @@ UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
     "inner, result, read, written",
     [
         ([f"ROOT {UPDATE}"], "f32[1000,1000]{1,0}", 0, 4_000),
-        # Two rows, one after the other.
+        # Two rows in turn.
         (
             [UPDATE, f"ROOT {UPDATE}".replace("%u", "%v").replace("%a", "%u")],
             "f32[1000,1000]{1,0}",
             0,
             8_000,
         ),
-        # What is updated is used further: all of it is read.
+        # The updated array is used further, so all of it is read.
         (
             [UPDATE, "ROOT %r = f32[1000]{0} reduce(%u, %c), dimensions={0}"],
             "f32[1000]{0}",
             4_000_000,
             4_000,
         ),
-        # Not in place: what is updated is made here, and written whole.
+        # Not in place: the updated array is made here, and written whole.
         ([MADE, f"ROOT {UPDATE}".replace("%a", "%z")], "f32[1000,1000]{1,0}", 0, 4_000_000),
     ],
 )
@@ -90,7 +90,7 @@ def test_updates_in_a_fusion(inner, result, read, written):
     ],
 )
 def test_a_slice_in_a_fusion_within_a_fusion_is_what_is_read(view):
-    """So the TPU compiler reads one expert of many; the control reads the whole table."""
+    """The TPU compiler reads one expert of many in this way; the controls read the whole table."""
     view_of = fused("view", "ROOT %w = f32[1000,1000]{1,0} copy(%a)")
     slicing = [
         f"%v = f32[1000,1000]{{1,0}} {view}",
@@ -116,12 +116,12 @@ def test_a_loop_over_experts_runs_as_often_as_is_expected():
     times = 8 * (1 - (1 - 2 / 8) ** 3)
     assert named.open_loops == 0 and once.open_loops == 1
     assert named.cycles == pytest.approx(100 * times) and once.cycles == 100
-    # A bound that is known counts.
+    # A constant bound takes precedence.
     assert traffic_of(PROGRAM.replace(loop, f"{loop}, {scope}")).cycles == 500
 
 
 def test_an_asynchronous_collective_carries_what_its_end_delivers():
-    """The type of its start holds what it reads and two flags beside."""
+    """The type of its start also contains its operand and two flags."""
     both = "f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}"
     traffic = traffic_of(
         entry(
@@ -141,13 +141,13 @@ def test_a_copy_through_on_chip_memory_is_a_copy():
     assert traffic_of(entry(*lines)).copies == []  # a prefetch
     copied = traffic_of(entry(*lines, "ROOT %c = f32[1000,1000]{1,0} copy(%d)"))
     assert copied.copies == [("c", 4_000_000)] and copied.read == copied.written == 4_000_000
-    # What is computed on chip is written, not copied.
+    # A result computed on the chip is written, not copied.
     changed = "%m = f32[1000,1000]{1,0:S(3)} negate(%d)"
     assert traffic_of(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
 
 
 def test_what_must_not_be_is_looked_for_in_every_branch():
-    """The branch that moves most counts; the other has a copy and sends."""
+    """The branch with the most bytes counts; a copy and a transfer in another branch are found."""
     branches = (
         fused(
             "most",
@@ -170,7 +170,7 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
 
 
 def test_what_is_fetched_for_the_next_run_is_counted_once():
-    """A run begins with what the one before fetched at its end: one read of p2 a run, not two."""
+    """A run begins with a fetch at the end of the previous run: it reads p2 once, not twice."""
     begin = "copy-start(%p2)"
     again = (
         "  %copy-start.9 = (f32[4,16]{1,0:T(4,128)S(1)}, f32[4,16]{1,0:T(4,128)}, u32[]{:S(2)}) "
@@ -184,7 +184,7 @@ def test_what_is_fetched_for_the_next_run_is_counted_once():
 
 
 def test_equal_kernels_have_one_schedule_whatever_a_compiler_appends_to_their_numbers():
-    """Newer compilers call them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and
+    """Newer compilers name them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and
     schedule the first alone.
     """
     cache, new = "bf16[2,1,64,128]{3,2,1,0}", "bf16[2,1,16,128]{3,2,1,0}"
