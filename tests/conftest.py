@@ -8,8 +8,8 @@ import os
 import shutil
 import tempfile
 
-# Compiled programs are kept for one session, for its workers and for the scripts that tests start,
-# and nowhere else.
+# One session, its workers and the scripts that tests start share compiled programs; no later
+# session does.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specsamp-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -17,21 +17,21 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["SPECSAMP_CPU_KERNEL"] = "0"  # of commands: each would build it in a folder of its own
+os.environ["SPECSAMP_CPU_KERNEL"] = "0"  # each command would build it in its own folder
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-# Of processes that tests start; of this one, see `compilation`.
+# For processes that tests start; for this one, see `compilation`.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
-# Machine code of OPTIMISED modules (below) is made at LLVM's first level: it runs as fast as that
-# of the third, and takes a quarter less to make. XLA's own passes, hence the programs that tests
-# look at, are the same at every level.
+# OPTIMISED modules (below) are compiled at LLVM's first level: their code runs as fast as at the
+# third, and takes a quarter less time to make. XLA's own passes, and so the programs that tests
+# examine, are the same at every level.
 XLA_FLAGS = ["--xla_backend_optimization_level=1", "--xla_llvm_disable_expensive_passes=true"]
-# The CPU compiler's newer emitters of fusions take a third of a compilation's time. Later releases
-# have no others. Modules cut in parts for many cores take longer altogether, and two workers have
-# no core to spare.
+# The CPU compiler's newer emitters of fusions take a third of a compilation's time; later releases
+# have only these. Modules in parts for many cores take longer in total, and two workers have no
+# spare core.
 if importlib.metadata.version("jax").startswith("0.10."):
     XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-# Replaces such as one that asks for another number of devices.
+# Replaces the user's flags, which may set another number of devices.
 os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)
 
 gc.set_threshold(100_000, 20, 50)  # tracing makes millions of small objects, and hardly a cycle
@@ -60,8 +60,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Two workers, where pytest-xdist is installed and the command line says nothing else."""
-    # A worker that asked for workers would go on without end.
+    """Sets two workers, if pytest-xdist is installed and the command line sets no number."""
+    # Workers that start workers would never end.
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     if (
@@ -94,9 +94,7 @@ left_out = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests, unless ``--slow``, a test's own name, or an expression of marks asks
-    for them.
-    """
+    """Deselects slow tests, except by ``--slow``, a test's own name, or an expression of marks."""
     if config.getoption("slow") or "slow" in config.option.markexpr:
         return
     named = {arg.partition("::")[2].partition("[")[0] for arg in config.args}
@@ -113,12 +111,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Keeps the number of slow tests that a worker left out: each worker collects all tests."""
+    """Keeps a worker's number of deselected slow tests: each worker collects all tests."""
     node.config.stash[left_out] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says which tests were left out: the slow ones, and those whose packages are missing."""
+    """Prints which tests were left out: slow tests, and tests of missing packages."""
     if config.stash.get(left_out, 0):
         terminalreporter.write_line(f"left out without --slow: {config.stash[left_out]} slow tests")
     for name, what in extras.MISSING.items():
@@ -127,22 +125,22 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True, scope="module")
 def compilation(request):
-    """A third of the time is the compiler's, for speed that no test needs.
+    """Turns off most optimisations: they take a third of the time, for speed that no test needs.
 
-    Modules that run much, or look at compiled programs, say ``OPTIMISED = True``.
+    Modules that compute much, or examine compiled programs, set ``OPTIMISED = True``.
     """
     jax.config.update(
         "jax_disable_most_optimizations", not getattr(request.module, "OPTIMISED", False)
     )
 
 
-TESTS_PER_COUNT = 10  # to count programs takes up to 50 ms, as much as many a test
+TESTS_PER_COUNT = 10  # counting programs takes up to 50 ms, as long as many tests
 finished = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Forgets compiled programs before there are too many; only time is lost."""
+    """Clears compiled programs before there are too many; only time is lost."""
     yield
     if next(finished) % TESTS_PER_COUNT == 0:
         programs.forget_if_many()

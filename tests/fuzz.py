@@ -1,12 +1,12 @@
-"""Compares the texts of all entry points with those that their requests have alone, for streams
-that are drawn.
+"""Draws streams of requests for all entry points, and compares each completion with that of its
+request decoded alone.
 
     python tests/fuzz.py --minutes=30 --record=runs/fuzz.jsonl   # resumes after the last seed
     python tests/fuzz.py --seed=7                                # repeats the streams of a seed
     python tests/fuzz.py --fault=chunk                           # a planted fault must be found
 
 Every seed draws streams of requests (`support.fuzz.streams`) for the settings of
-`support.fuzz.settings`. All models compute in float64, so that no difference is one of rounding.
+`support.fuzz.settings`. All models compute in float64, so that no difference is due to rounding.
 """
 
 import argparse

@@ -68,9 +68,7 @@ def test_both_models_divide_over_their_mesh(name):
 
 @pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
 def test_a_head_divides_over_the_mesh_of_its_target(name):
-    """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or
-    64,000 tokens.
-    """
+    """EAGLE-3 heads are as wide as the target, with reduced vocabularies of 32,000 or 64,000."""
     config = ExperimentConfig.from_config_dict(hf.get_config(name))
     assert config.drafter == "head"
     target = published_config(hf.HEADS[name].target)

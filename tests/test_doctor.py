@@ -103,7 +103,7 @@ def test_the_facts_of_this_machine():
 
 
 def test_a_result_names_the_kind_of_cpu(monkeypatch):
-    """By instructions, too: int8 gains on one AMD EPYC, and loses on another."""
+    """The kind includes instructions: int8 gains on one AMD EPYC, and loses on another."""
     environment = machine.environment()
     text = "model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n"
     monkeypatch.setattr(machine.pathlib.Path, "read_text", lambda *_, **options: text)
@@ -139,7 +139,7 @@ def test_a_compiler_that_fails_is_a_finding(monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
 def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, error):
-    """As with JAX_PLATFORMS=cuda and no plugin, or a TPU that another process holds."""
+    """Causes are JAX_PLATFORMS=cuda without a plugin, or a TPU that another process holds."""
 
     def fail(*_):
         raise error("Unable to initialize backend 'tpu'")
@@ -168,7 +168,7 @@ except RuntimeError as error:
 
 
 def test_a_backend_that_is_not_there_is_one_line_of_every_command_and_of_load_pair():
-    """In a process without another backend, where JAX fails an assertion that has no text."""
+    """In a process without another backend, JAX fails an assertion that has no text."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_DEVICES]
     done = subprocess.run(

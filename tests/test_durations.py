@@ -4,12 +4,12 @@ import pytest
 
 from support import durations
 
-UNRECORDED_SECONDS = 10  # a new test waits for the next record: it counts more than most tests take
+UNRECORDED_SECONDS = 10  # of a new test until the next record: more than most tests take
 MOST_UNRECORDED = 80
 
 
 def test_quick_tests_keep_to_their_minutes(request):
-    """Looks at the quick tests that this run collected."""
+    """Only the quick tests that this run collected are counted."""
     if request.config.getoption("record_durations"):
         pytest.skip("durations are being recorded")
     quick = [item.nodeid for item in request.session.items if not item.get_closest_marker("slow")]

@@ -1,6 +1,4 @@
-"""The layout of the package: a folder imports only from those above it in the table of
-the README.
-"""
+"""The layout of the package: a folder imports only from folders above it in the README's table."""
 
 import ast
 import os
@@ -75,7 +73,7 @@ print(sorted({"orbax", "jax.experimental.pallas", "matplotlib", "tokenizers"} & 
 
 
 def test_the_shipped_pair_is_read_without_orbax_and_pallas():
-    """Converted checkpoints and training alone need the first, kernels the second."""
+    """Only converted checkpoints and training need Orbax, and only kernels need Pallas."""
     code = """
 import sys
 from specsamp.checkpoints.trained_pair import load_pair
@@ -93,7 +91,7 @@ assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
 
 @extras.needs("libtpu")
 def test_libtpu_says_nothing_without_a_tpu():
-    """Also if a program imports JAX first, as one in the README does."""
+    """This holds even if a program imports JAX first, as in the README."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))
     }
@@ -101,7 +99,7 @@ def test_libtpu_says_nothing_without_a_tpu():
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=PACKAGE.parent,
-        # Else it says nothing while another process has it.
+        # Otherwise libtpu is also silent while another process holds it.
         env=environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         capture_output=True,
         text=True,
@@ -138,7 +136,7 @@ CONTROLS = [
 
 
 def experimental_names(code):
-    """Returns the names of JAX in some code that any release may change."""
+    """Returns the names of JAX in some code that a release may change without notice."""
     found = []
     if not EXPERIMENTAL.search(code) and "from jax import" not in code:
         return found

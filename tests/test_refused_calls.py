@@ -1,8 +1,8 @@
-"""Calls with bad values: each is refused by an error of one line that names the field, the value
-and the fix.
+"""Calls with bad values are refused by an error of one line that names the field, the value and the
+fix.
 
-The calls of a room are in its ``refused_calls.txt``: paragraphs of what is imported and made first,
-and of lines ``CALL => PATTERN OF THE MESSAGE``; ``tmp_path`` is an empty folder.
+The calls of a folder are in its ``refused_calls.txt``. A paragraph has imports and definitions,
+then lines ``CALL => PATTERN OF THE MESSAGE``; ``tmp_path`` is an empty folder.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Texts of the repository name no package index."""
+"""No text of the repository installs the package from an index."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_no_text_installs_the_package_by_its_name():
-    """No index has a package of this name, so anybody could register it."""
+    """No index has a package of this name, so anyone could register it."""
     by_name = re.compile(r"pip install [^\n]*?(?<![\w/@.-])specsamp\b(?![/.]|\[[\w,]+\] @)")
     assert by_name.search("pip install 'specsamp[serve]'")  # the control
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""Whole or not there at all, on a disk and in a bucket (whose library is stood in for: there is no
-network here).
+"""Files are written whole or not at all, on a disk and in a bucket, whose library has a stand-in
+without a network.
 """
 
 import os
@@ -25,7 +25,7 @@ class Bucket(DirFileSystem):
     def __init__(self):
         here = Bucket.path
         super().__init__(here, LocalFileSystem(auto_mkdir=True))
-        del self.path  # that of the class
+        del self.path  # uses the path of the class
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -34,8 +34,8 @@ class Bucket(DirFileSystem):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """gs:// as a folder. (etils asks for the file system once and keeps it: so its folder changes,
-    not it.)
+    """Maps gs:// to a folder. etils keeps the first file system, so the folder is an attribute of
+    its class.
     """
     (tmp_path / "cloud").mkdir()
     monkeypatch.setattr(fsspec, "filesystem", lambda name, **_: Bucket())
@@ -60,7 +60,7 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
 
 
 def test_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
-    """Otherwise a crash of the machine could leave an empty file under the name."""
+    """Otherwise a crash of the machine could result in an empty file under the name."""
     path, calls, fsync = tmp_path / "a.json", [], os.fsync
 
     def note(handle):
@@ -125,7 +125,7 @@ def test_a_lock_makes_the_second_writer_wait(tmp_path):
                 os.sched_yield()
                 storage.write(path, str(count + 1))
 
-    # Flock tells open files apart, not processes.
+    # A flock belongs to an open file, not to a process.
     writers = [threading.Thread(target=add) for _ in range(3)]
     for writer in writers:
         writer.start()

@@ -1,6 +1,4 @@
-"""Arrays with an entry for each slot are written by the functions that drop what does not fit, and
-by no others.
-"""
+"""Arrays with an entry per slot are written only by functions that drop entries out of range."""
 
 import ast
 import pathlib
@@ -16,7 +14,7 @@ WRITERS = {
     "scatter_add",
     "put_along_axis",
 }
-# Of ``x.at[...]``.
+# Methods of ``x.at[...]``.
 UPDATES = {"set", "add", "subtract", "multiply", "mul", "divide", "min", "max", "power", "apply"}
 # Functions that write to parts of arrays, and why nothing can move.
 ALLOWED = {
@@ -88,7 +86,7 @@ def found():
 
 
 def test_slots_are_written_by_the_helpers_alone():
-    """Other writes are listed with a reason. Kernels are left out: each has a test at the borders
+    """Other writes are listed with a reason. Kernels are not, since each has a test at the borders
     of its arrays.
     """
     assert {*found()} == ALLOWED.keys()
