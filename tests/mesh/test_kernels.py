@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.pair import Pair
@@ -18,6 +18,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
 from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
+from specsamp.models.heads import kernel_tables
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import (
@@ -75,12 +76,15 @@ def test_a_call_over_a_mesh_equals_one_device(name):
         chain(temperature([0.0, 0.5, 0.8, 1.0]), top_k(40), top_p([0.9, 0.5, 0.99, 1.0])), batch
     )
 
+    tables = kernel_tables(jnp.where(jnp.arange(64) % 4, 16, jnp.arange(64) // 4), 16)
+
     def call(weights, warps, tokens_BT, start_B, cache):
         output = sharded(weights, tokens_BT, start_B, cache)
         return (
             output.logits_BTV,
             output.cache,
             log_probs(with_kernels(warps, sharded.kernels), output.logits_BTV),
+            sharded.kernels.expand(output.logits_BTV[..., :16], *tables),
         )
 
     def for_kernels(layer):
@@ -100,6 +104,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     assert sharded.kernels.layout == layout
     assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
     assert_allclose(made[2], log_probs(warps, expected.logits_BTV), atol=5e-5)
+    assert_array_equal(made[3][..., ::4], made[0][..., :16])
     for ours, theirs in zip(
         *map(jax.tree.leaves, (made[1].layers[0], for_kernels(expected.cache.layers[0]))),
         strict=True,
