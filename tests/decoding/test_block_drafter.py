@@ -83,8 +83,7 @@ def test_marginals_that_are_judged_as_conditionals_are_caught():
     assert p_value_of(head, drafter=MarginalsJudgedAsConditionals) < FALSE_ALARM**2
 
 
-# Context: if it is right, the first token has the target's distribution; tokens drawn in order all
-# have it.
+# With a right context, the first token has the target's distribution; drawn in order, all have it.
 
 WEIGHTS = Weights(target=TARGET, draft=TARGET)
 

@@ -1,8 +1,7 @@
 """The joint distribution of completions, over several rounds and ragged rows, equals enumeration.
 
-test_pairs.py covers every rule, drafter, warp and length; sampling/test_rules.py enumerates rules
-for all drafts. Three tokens after drafts of two also take several rounds, in half the time of four
-after three.
+sampling/test_rules.py enumerates rules for all drafts. Three tokens after drafts of two also take
+several rounds, in half the time of four after three.
 """
 
 import jax.numpy as jnp
@@ -38,6 +37,7 @@ def model(K, window=1):
 
 
 def test_texts_have_the_distribution_of_the_target():
+    """test_pairs.py covers further drafters, rules, warps and lengths."""
     loop, sampling = table_loop(TokenRule(), model(4)), chain(temperature(1.5), top_k(2))
     assert distribution_test(loop, FAR, sampling, length=4) > FALSE_ALARM
 
