@@ -1,4 +1,4 @@
-"""Adaptive draft lengths: texts are exact as long as no token decides whether it is submitted."""
+"""Adaptive draft lengths: completions are exact if no token's value decides on its submission."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
 
 @pytest.fixture(scope="module")
 def restless():
-    """A run over many rounds, of 2 prompts, and what its rows wrote."""
+    """Returns a run of many rounds, with 20 samples of each of 2 prompts."""
     loop = table_loop(CoupledRule(), ModelDrafter(TableLM(V), 2), keep_rounds=True)
     return decode(
         loop, TARGET, NEAR, PROMPTS, 40, FULL, samples=20, adaptive=RESTLESS, padded_length=4
@@ -40,7 +40,7 @@ def test_statistics_count_the_lengths(restless):
     stats, K = restless.state.stats, RESTLESS.K
     assert jnp.all(stats.lengths_BT.sum(1) == stats.rounds_B)
     assert jnp.all(stats.lengths_BT @ jnp.arange(K + 1) == stats.drafted_B)
-    assert jnp.all(stats.lengths_BT.sum(0) > 0)  # none, some and most were drafted
+    assert jnp.all(stats.lengths_BT.sum(0) > 0)  # every length occurs
 
 
 def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
@@ -58,9 +58,9 @@ def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
 
 
 def test_a_row_paces_itself_alone(monkeypatch):
-    """Drafts the same lengths and writes the same text in a batch, and under other widths.
+    """A row has the same draft lengths and completion alone, in a batch, and under other widths.
 
-    The numbers whose defaults depend on the batch size are given.
+    Settings whose defaults depend on the batch size are given.
     """
     adaptive = Adaptive(
         lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), usual=2, decay=0.8, pause=2, trust=0.3, margin=0
@@ -83,8 +83,8 @@ def test_a_row_paces_itself_alone(monkeypatch):
 
 
 def wanted_after(adaptive, rounds, rows=1):
-    """Returns the draft lengths of a row: at first, and after each of some rounds of ``(drafted,
-    accepted)`` tokens.
+    """Returns the draft lengths of a row, before the first of these rounds and after each; a round
+    is ``(drafted, accepted)`` counts.
     """
     policy = adaptive.for_batch(rows)
     state = policy.begin(jnp.full(rows, 9), False)
@@ -117,9 +117,7 @@ def test_the_length_has_the_most_tokens_per_time():
 
 
 def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clearly_better():
-    """A round is as wide as its longest draft: alone, the same row drafts more as soon as that
-    pays.
-    """
+    """A row alone changes its length sooner: a batch's round is as wide as its longest draft."""
     adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.1, 3.0), usual=1, acceptance=0.9)
     accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
     assert wanted_after(adaptive, accepted)[-1] == 4 and set(
@@ -130,7 +128,7 @@ def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clea
     assert wanted_after(dataclasses.replace(adaptive, margin=10.0), rejected, rows=2)[-1] == 1
     silent = dataclasses.replace(adaptive, usual=0, acceptance=0.0, trust=0.1)
     tries = wanted_after(silent, [(0, 0)] * 40, rows=2)
-    assert [at for at, wanted in enumerate(tries) if wanted] == [16]  # 8 rounds for each row
+    assert [at for at, wanted in enumerate(tries) if wanted] == [16]  # a pause of 8 rounds per row
 
 
 def test_lengths_suit_the_rows_that_are_decoded_together():
@@ -139,7 +137,7 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
     for prompts, batch in ((5, 2), (1, 8), (1, None)):
         requests = make_requests(pair, method, [[1]] * prompts, 4)
         chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)
-    # Another row is only read.
+    # The spare row, which only reads prompts, does not count.
     chosen.append(Service(pair, method, rows=1, context=32).batch.runner.engine.loop.adaptive)
     assert [(one.pause, one.longest) for one in chosen] == [(16, 2), (64, 2), (8, 8), (8, 8)]
 
@@ -165,7 +163,7 @@ def test_pauses_double_until_a_draft_pays():
         won,
     ]
     tries = [at for at, wanted in enumerate(wanted_after(adaptive, rounds)) if wanted]
-    # A pause grows no more than sixteenfold; what was won pays.
+    # A pause grows at most sixteenfold; an accepted draft ends the pauses.
     assert tries == [2, 7, 16, 33, 66, 99, 100]
 
 

@@ -1,4 +1,4 @@
-"""Rows that enter batches, runs that return early, prompts read in chunks, warps with a state."""
+"""Rows that enter a batch, runs that return early, stop tokens of a row, warps with a state."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ SAMPLING = chain(temperature(0.9))
 
 
 def prefill(ids, slots=SLOTS, loop=LOOP):
-    """Returns the state of some prompts, each with its own id."""
+    """Returns the state after prefill of these prompts, each under its own id."""
     prompts = [PROMPTS[i] for i in ids]
     return fakes.prefill(
         loop, TARGET, NEAR, prompts, BUDGET, SAMPLING, prompt_ids=ids, padded_length=4, slots=slots
@@ -42,9 +42,7 @@ def alone():
 
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_a_row_goes_on_in_another_batch_as_it_would_have(alone, rounds):
-    """A prompt read with fewer slots takes the place of a finished row, while its neighbour is in
-    the middle.
-    """
+    """A prompt with fewer slots enters a running batch; no text changes."""
     batch = LOOP.run(WEIGHTS, prefill([0, 1]), 2)
     newcomer = prefill([2], slots=20)
     if rounds:
@@ -74,7 +72,7 @@ def test_a_run_returns_once_fewer_rows_are_running(alone):
 
 
 def test_stop_tokens_of_each_row():
-    """The same prompt twice, and one of the rows stops at its second token."""
+    """Of two rows with the same prompt, the one with a stop token ends there."""
     state = prefill([1, 1])
     stop = texts(finished(prefill([1])))[0][2]
     stops = jnp.full_like(state.request.stop_ids_BN, -1).at[1, 0].set(stop)
@@ -87,7 +85,7 @@ def test_stop_tokens_of_each_row():
 
 @register_warp
 class DeadEnd(Warp):
-    """Excludes every token after two more."""
+    """Excludes every token once two are drawn."""
 
     weight: jax.Array
 

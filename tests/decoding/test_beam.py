@@ -1,5 +1,5 @@
-"""Drafts by beam search: those of a search by hand, exact as one-hot proposals, and judged by their
-joint probability. Their cache is compared with the text in test_next_round.py.
+"""Beam drafts equal a search by hand, are exact as one-hot proposals, and can be judged by their
+joint probability. test_next_round.py compares their cache with the text.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ PAIRS = [[i, j] for i in range(SIZE) for j in range(SIZE)]
 
 
 def first_state(drafter, prompts, sampling, rule=TokenRule(), target=TABLE):
-    """A loop that has read some prompts: itself, its weights, and its state."""
+    """Returns a loop, its weights, and its state after prefill of these prompts."""
     loop = table_loop(rule, drafter, vocab_size=SIZE)
     state = prefill(loop, target, TABLE, prompts, 20, sampling)
     return loop, Weights(target=target, draft=TABLE), state
@@ -35,9 +35,7 @@ def after(table, prompt, text):
 
 
 def search(warp, prompt, beams):
-    """A beam search by its definition: the tokens of the best hypothesis and their
-    log-probabilities.
-    """
+    """Returns the best hypothesis of a beam search by definition: tokens and log-probabilities."""
     hypotheses = [((), ())]
     for _ in range(K):
         longer = [
@@ -71,8 +69,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", slow_but(CASES, "full", "penalties"))
 def test_a_draft_is_that_of_a_search_by_hand(case):
-    """With the draft's warped probabilities, of every row of a ragged batch; one beam is the greedy
-    chain.
+    """Each row of a ragged batch has the tokens and warped probabilities of a search by hand; with
+    one beam these are the greedy chain.
     """
     sampling, warp, beams = CASES[case]
     texts = [[0], [1, 2], [5, 5, 5], [0, 4, 2, 1], [3, 0, 1, 2, 4, 5, 0]]
@@ -87,7 +85,7 @@ def test_a_draft_is_that_of_a_search_by_hand(case):
 
 
 class JudgedByItsScores(BeamDrafter):
-    """Verifies its most probable tokens as if they had been drawn."""
+    """Reports its most probable tokens as if it had drawn them."""
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
@@ -105,7 +103,7 @@ def test_the_text_has_the_distribution_of_the_target(kind, is_exact):
 
 
 def test_the_joint_ratio_decides():
-    """How many tokens of each draft stay; a token that stays is certain, and metered as such."""
+    """The ratio of joint probabilities sets the accepted length; the meter counts it as certain."""
     drafter, counts = BeamDrafter(TableLM(SIZE), K, beams=3), set()
     loop, weights, state = first_state(drafter, PAIRS, FULL, JointThreshold(TAU), OTHER)
     state = loop.run(weights, state, 1)

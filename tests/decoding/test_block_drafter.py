@@ -1,5 +1,5 @@
-"""Blocks in one call: texts are exact under every law of the draft, and blocks see the context and
-nothing stale.
+"""Blocks drafted in one call: completions are exact under every law of a draft, and a block reads
+the whole context and no stale row.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ LAWS = [(dspark(V), "conditional"), (REDUCED, "argmax")]
 
 @pytest.mark.parametrize("head, law", slow_but(LAWS, LAWS[0]))
 def test_the_text_of_a_block_head_has_the_distribution_of_the_target(head, law):
-    """Prompts of one and of four tokens; the former drafts nothing in its first round."""
+    """One prompt has a single token, and so no draft in its first round."""
     assert p_value_of(head, BlockRule(), chain(temperature(1.3)), law=law) > FALSE_ALARM
 
 
@@ -59,9 +59,7 @@ def plain(drafter, **changes):
 
 
 class MarginalsJudgedAsConditionals(BlockDrafter):
-    """Draws without regard to the block's other tokens, and is verified as if it had drawn them in
-    order.
-    """
+    """Draws the tokens of a block independently, but reports their conditional distributions."""
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = plain(self, law="marginals").propose(
@@ -85,8 +83,7 @@ def test_marginals_that_are_judged_as_conditionals_are_caught():
     assert p_value_of(head, drafter=MarginalsJudgedAsConditionals) < FALSE_ALARM**2
 
 
-# The context: if it is right, the distribution of the first token is that of the target, and of all
-# tokens in order.
+# With a right context, the first token has the target's distribution; drawn in order, all have it.
 
 WEIGHTS = Weights(target=TARGET, draft=TARGET)
 
@@ -94,7 +91,7 @@ WEIGHTS = Weights(target=TARGET, draft=TARGET)
 def accepted_share(
     drafter=BlockDrafter, law="conditional", K=4, budget=20, slots=40, table=TARGET, chunk=None
 ):
-    """Returns the acceptance by position, given that all earlier tokens were accepted."""
+    """Returns the acceptance rate by position, given that all earlier tokens were accepted."""
     vocab_size = table.shape[-1]
     target = ShowsTokens(vocab_size)
     loop = Loop(
@@ -117,9 +114,7 @@ def accepted_share(
 
 @pytest.mark.parametrize("law, chunk", [("conditional", None), ("marginals", 3)])
 def test_a_right_context_is_accepted_always(law, chunk):
-    """Also at the end of the longest text: the last block has more rows than the loop has
-    headroom.
-    """
+    """Covers the end of the longest text, where a block is longer than the loop's headroom."""
     shares = accepted_share(law=law, chunk=chunk, slots=5 + 20 + 4 + 1)
     assert shares[0] == 1 and ((shares == 1).all() or law == "marginals")
 
@@ -151,7 +146,7 @@ def test_a_wrong_context_is_rejected_sometimes(drafter):
 
 
 class AsksAfterTheToken(BlockDrafter):
-    """The confidence of the next token decides whether a token is submitted."""
+    """Submits its first token only if that token is 0, as a stop that has seen the token would."""
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = plain(self, threshold=0.0).propose(
@@ -165,7 +160,7 @@ class AsksAfterTheToken(BlockDrafter):
 
 
 class Uncertain(TableBlock):
-    """Drafts coins, and always trusts the first token."""
+    """Drafts fair coins, and always submits the first token."""
 
     def correct(self, weights, logits_BU, x_BD, token_B, state):
         return jnp.zeros_like(logits_BU), state
@@ -173,9 +168,7 @@ class Uncertain(TableBlock):
 
 @pytest.mark.parametrize("drafter, expected", [(BlockDrafter, 0.7), (AsksAfterTheToken, 0.85)])
 def test_a_token_is_not_dropped_for_its_value(drafter, expected):
-    """Golden: with (.7, .3) and a draft of (.5, .5), a stop that has seen the token writes (.85,
-    .15).
-    """
+    """Golden: for (.7, .3) and a draft of (.5, .5), a stop that sees the token gives (.85, .15)."""
     q = jnp.broadcast_to(jnp.log(jnp.asarray([0.7, 0.3])), (3, 3, 3, 2))
     target, head = ShowsTokens(2), Uncertain(table_block(2).config)
     loop = Loop(target=target, drafter=drafter(target, head, 2, threshold=0.5), rule=TokenRule())
@@ -184,7 +177,7 @@ def test_a_token_is_not_dropped_for_its_value(drafter, expected):
 
 
 def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL):
-    """The first draft after a prompt, of fifty samples."""
+    """Returns the first draft of fifty samples of a prompt."""
     target = LayeredTable(V)
     loop = Loop(target=target, drafter=BlockDrafter(target, head, K), rule=TokenRule())
     state = prefill(loop, TARGET, weights_of(head), [[*prompt]], 9, sampling, samples=50, slots=20)
@@ -192,7 +185,7 @@ def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL):
 
 
 def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
-    """There is no context before its only token; a prompt of two drafts."""
+    """A single token has no context before it; a prompt of two tokens has a draft."""
     assert (draft_of(block(V), 3, [1]).num_drafted_B == 0).all() and (
         draft_of(block(V), 3, [1, 2]).num_drafted_B == 3
     ).all()
@@ -200,9 +193,7 @@ def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
 
 @pytest.mark.slow
 def test_a_ban_of_all_candidates_ends_the_draft():
-    """Drafts with DFlash 2 and a single candidate, which has all the probability; texts are exact,
-    and no banned token is drafted.
-    """
+    """With one candidate, of probability 1, no banned token is drafted; completions are exact."""
     head, sampling = dflash2(V, selector_top_k=1), chain(temperature(1.0), ban([0]))
     draft = draft_of(head, 3, sampling=sampling)
     submitted = np.arange(3) < np.asarray(draft.num_drafted_B)[:, None]
@@ -211,9 +202,7 @@ def test_a_ban_of_all_candidates_ends_the_draft():
 
 
 def test_a_shorter_draft_is_the_beginning_of_a_longer_one():
-    """The block keeps its rows: another K changes no token, under one-hot drafts nor under drawn
-    ones.
-    """
+    """Another K changes no token and no distribution, since the block keeps its rows."""
     drafted = {K: draft_of(dspark(V), K) for K in (2, 4)}
     assert (drafted[4].tokens_BK[:, :2] == drafted[2].tokens_BK).all()
     assert jnp.allclose(drafted[4].log_probs_BRV[:, :2], drafted[2].log_probs_BRV, atol=1e-5)

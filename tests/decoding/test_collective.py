@@ -1,6 +1,5 @@
-"""Several drafters vote, or one is chosen: exact by the distribution that they are verified by.
-
-Their states are compared with those of texts that are read anew in test_next_round.py.
+"""Votes of several drafters, and choices among drafters, are exact under the distribution that they
+report. test_next_round.py compares their states with a text read anew.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ def models(count, K=2, vocab_size=V):
 
 
 def voted(proposals, weights):
-    """The vote by its definition: one row of proposals, each a list of tokens."""
+    """Returns the vote over one row of proposals, lists of tokens, by definition."""
     elected, agree = [], range(len(proposals))
     while agree := [i for i in agree if len(proposals[i]) > len(elected)]:
         at = len(elected)
@@ -89,14 +88,14 @@ def test_coupled_texts_are_those_without_drafts(drafter):
 
 
 class JudgedByOnePart(VotingDrafter):
-    """The winner of a vote is verified as if it had been drawn by the first part."""
+    """Reports the winner of a vote with the distribution of the first part."""
 
     def combine(self, state, draft, laws):
         return dataclasses.replace(super().combine(state, draft, laws), log_probs_BRV=laws[0])
 
 
 class LowerIdWins(JudgedByOnePart):
-    """Chooses by the tokens, between two parts."""
+    """Elects the lower of the tokens of two parts."""
 
     def combine(self, state, draft, laws):
         tokens_BK = draft.proposed_BPK.min(axis=1)
@@ -104,14 +103,14 @@ class LowerIdWins(JudgedByOnePart):
 
 
 class LowerIdIsCertain(LowerIdWins):
-    """No mistake."""
+    """Reports the lower token as a one-hot proposal, which is correct."""
 
     def combine(self, state, draft, laws):
         return dataclasses.replace(super().combine(state, draft, laws), log_probs_BRV=None)
 
 
 class KnowsTheNoise(ChoosingDrafter):
-    """Chooses by the number with which the target judges the first token."""
+    """Chooses by the uniform number that will decide whether the first token is accepted."""
 
     def propose(self, weights, state, prefix, cache, sample):
         offsets_B1 = jnp.zeros_like(prefix.lengths_B)[:, None]

@@ -1,5 +1,5 @@
-"""The compiled loop has no copies of caches or weights; tests read the optimised program of this
-platform.
+"""The optimised program of the loop, read on this platform, has no copies of caches or weights, no
+sorts, and no transfers to the host.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from support.extras import slow_but
 OPTIMISED = True
 
 SLOTS = 256
-# What is read here is decided before machine code is made.
+# XLA settles the tested properties before it generates machine code.
 WITHOUT_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -44,9 +44,7 @@ def compiled_run(
     adaptive=None,
     **changes,
 ):
-    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its
-    first layer.
-    """
+    """Compiles `Loop.run` for abstract shapes; with an ``exit_window``, an early exit drafts."""
     target = TransformerLM(
         target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout
     )
@@ -82,7 +80,7 @@ def moved(text, operation):
 
 
 def copied_caches(text, batch):
-    """Returns shapes of at least a cache's size that are copied or transposed."""
+    """Returns the copied or transposed shapes that are at least as large as a cache."""
     copies = moved(text, "copy") | moved(text, "transpose")
     return {
         shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64
@@ -95,8 +93,8 @@ CALLS = [FEW, MANY, (1, 4, "relative", "cpu")]
 
 @pytest.mark.parametrize("batch, K, positions, layout", slow_but(CALLS, FEW, MANY))
 def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
-    """Caches are updated in place, and weights have the layout of every call."""
-    num_layers = 2 if (batch, K) == (4, 4) else 1  # between layers nothing is copied either
+    """Caches are updated in place, and weights are stored in the layout of every call."""
+    num_layers = 2 if (batch, K) == (4, 4) else 1  # nothing is copied between layers either
     text = compiled_run(
         batch, K, positions=positions, layout=layout, num_layers=num_layers
     ).as_text()
@@ -120,16 +118,14 @@ COPY_NO_CACHE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COPY_NO_CACHE)
 def test_other_ways_to_draft_copy_no_cache(name):
-    """Caches are not copied between widths, in rounds without a draft, or when a draft
-    catches up.
-    """
+    """Caches are not copied between widths, without a draft, or for a draft that catches up."""
     batch, options = COPY_NO_CACHE[name]
     text = compiled_run(batch, 3, **SMALL, **options).as_text()
     assert not copied_caches(text, batch)
 
 
 def test_a_cache_that_is_read_after_it_was_written_is_seen():
-    """The control: keeping the old cache alive must show as a copy."""
+    """The control: a loop that keeps the old cache alive has a copy."""
 
     def keeps_the_old(cache, new, start):
         def body(i, caches):
@@ -160,7 +156,7 @@ def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
 
 @pytest.mark.slow
 def test_memory_grows_with_the_scored_distributions_only():
-    """Beside weights and caches, temporaries grow as B x (K+1) x V floats."""
+    """Temporaries, without weights and caches, grow as B x (K+1) x V floats."""
 
     def temporaries(batch, K, vocab_size):
         return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""Conversations: a text that is read on has the same continuation as a text that is read anew."""
+"""A conversation, which keeps its cache, has the completions of texts read anew."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from support.fakes import COMPILED, counting_pair, table_pair
 
 
 def said(chat, text, budget, **options):
-    """Returns what one turn writes."""
+    """Returns the tokens of one turn."""
     return [token for chunk in chat.stream(text, budget, **options) for token in chunk.tokens]
 
 
@@ -17,8 +17,8 @@ def anew(pair, text, budget, **options):
 
 
 def test_turns_on_a_table_are_those_of_whole_texts():
-    """Covers sampled turns of every kind: a longer, a shorter and another text, and a text cut by a
-    stop. Penalties look back, beyond where the text goes on.
+    """Sampled turns equal whole texts if a text grows, shrinks or is replaced; penalties also count
+    the tokens of earlier turns.
     """
     pair = table_pair()
     sampling = chain(penalties(repetition=1.5), temperature(1.0))

@@ -1,5 +1,5 @@
-"""Drafters of somebody else that miscount, pad or return other things: texts stay exact, or one
-line says why.
+"""Third-party drafters with wrong counts, ids or types: completions stay exact, or an error of one
+line states the reason.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ QUICK = "fewer tokens than counted", "negative ids"
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(Drafter):
-    """Drafts the given tokens in every round, and says that it drafted ``counted``."""
+    """Drafts the given tokens in every round, and reports ``counted`` as their number."""
 
     tokens: tuple[int, ...]
     counted: int
@@ -78,7 +78,7 @@ def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(name):
 
 @pytest.mark.parametrize("name", [QUICK[1], "logits"])
 def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
-    """The control: without the check, the statistic above sees the mistake."""
+    """The control: without the check, wrong ids or the statistic above reveal the mistake."""
 
     def trust(drafter, weights, state, prefix, cache, sample, vocab_size):
         return drafter.propose(weights, state, prefix, cache, sample)
@@ -87,7 +87,7 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     jax.clear_caches()
     drafter = (
         Scripted(*OUTSIDE[name], K=K + 1) if name in OUTSIDE else Drawing(name, K=K + 1)
-    )  # another loop than above
+    )  # a new K, hence a new program
     completions = generate(
         PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=2048
     )
@@ -98,9 +98,7 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
 
 @dataclasses.dataclass(frozen=True)
 class Drawing(Drafter):
-    """Draws tokens of a larger vocabulary, and returns other distributions than those that they
-    were drawn from.
-    """
+    """Draws tokens from a distribution, some beyond the vocabulary, and returns a different one."""
 
     kind: str
     K: int = 2
@@ -141,7 +139,7 @@ def test_draft_without_its_distribution_keeps_that_of_the_target(kind):
 
 @dataclasses.dataclass(frozen=True)
 class Returning(Drafter):
-    """Returns something else than a proposal from one of its methods."""
+    """Returns a wrong value from one of its methods."""
 
     method: str
     change: str
@@ -166,7 +164,7 @@ class Returning(Drafter):
 
 
 def field(**changes):
-    """Returns a change of fields of a draft."""
+    """Returns a change of a draft's fields."""
     return lambda draft, state, cache: (dataclasses.replace(draft, **changes), state, cache)
 
 
@@ -217,7 +215,7 @@ def test_method_that_returns_something_else_is_refused(method, change, message):
 
 @dataclasses.dataclass(frozen=True)
 class Tree(Drafter):
-    """Drafts nodes with these parents, drawn from the distributions of these rows."""
+    """Drafts nodes with these parents, each drawn from one of these rows of distributions."""
 
     parents: tuple[int, ...]
     laws: tuple[int, ...]
@@ -258,7 +256,7 @@ def test_tree_ends_before_a_node_without_parent_or_distribution(parents, laws, k
     "masses, kept", [((1.0, 0.9), 1), ((0.9, 1.0), 0), ((1.0, float("nan")), 3)]
 )
 def test_tree_ends_before_a_node_whose_distribution_has_another_mass(masses, kept):
-    """A distribution of NaN is left to the rules, which keep other branches."""
+    """A distribution of NaN stays in the tree: the rules handle it, and keep other branches."""
     prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
     tree = Tree((0, 1, 2), (0, 1, 1, 0), masses=masses)
     draft, _, _ = drafter_calls.propose_draft(tree, None, (), prefix, (), None, V)

@@ -1,6 +1,4 @@
-"""The target drafts with its own first layers: exact for every kind of model, and its drafts leave
-no trace in the text.
-"""
+"""The target drafts with its own first layers; completions are exact for every kind of model."""
 
 import dataclasses
 import functools
@@ -37,16 +35,14 @@ def loop_of(drafter):
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_with_all_layers_everything_is_accepted(window):
-    """A hole in the cache, a slot off by one or a wrong layer would show here, and nowhere else."""
+    """A hole in the cache, a slot off by one or a wrong layer would show in no other test."""
     loop = loop_of(WholeTargetDrafter(TABLES, 2, 3, window))
     stats = decode(loop, LAYERS, None, PROMPTS, 20, FULL, samples=100).state.stats
     assert jnp.all(stats.rounds_B == 5) and jnp.all(stats.accepted_BT[:, 3] == 5)
 
 
 def test_the_features_of_another_layer_are_seen_as_acceptance():
-    """Acceptance is the overlap of the distributions of this exit and the target; text stays exact
-    either way.
-    """
+    """Acceptance is the overlap of the exit's distribution with the target's."""
 
     def acceptance(layers):
         stats = decode(
@@ -57,7 +53,7 @@ def test_the_features_of_another_layer_are_seen_as_acceptance():
     assert acceptance(jnp.stack([TARGET, 0 * TARGET])) == 1 > acceptance(LAYERS)
 
 
-# A pair of each kind of positions and memory that checkpoints have, in the two layouts.
+# A model for each kind of positions and memory in checkpoints, in both layouts.
 SHAPE = dict(num_layers=2, num_kv_heads=2)
 MODELS = {
     "rotary": TransformerLM(
@@ -81,12 +77,12 @@ MODELS = {
 }
 TEXTS = [[1, 2, 3], [4], [6, 7, 8, 9, 1, 5]]
 TOKENS = 24
-SAMPLING = chain(temperature([0.0, 0.8, 1.2]), top_p(0.9))  # a greedy row beside sampled ones
+SAMPLING = chain(temperature([0.0, 0.8, 1.2]), top_p(0.9))  # one greedy row, two sampled rows
 
 
 @functools.cache
 def pair_of(name):
-    """Weights large enough for distributions that are far from flat."""
+    """Returns a pair with large weights, whose distributions are far from flat."""
     model = MODELS[name]
     return Pair(target=model, target_params=drawn_params(model, noise=0.2))
 
@@ -97,12 +93,12 @@ def tokens(completions):
 
 @functools.cache
 def plain(name):
-    """Greedy text, and sampled text of the coupled rule, which no draft changes."""
+    """Returns completions without drafts, which no draft changes: greedy or of the coupled rule."""
     return tokens(drafted(name, lambda target: NoDrafter()))
 
 
 def drafted(name, drafter, pair=None):
-    """Returns completions of a drafter, which is made for the target."""
+    """Returns completions with the drafter that ``drafter`` makes for the target."""
     pair = pair or pair_of(name)
     options = dict(sampling=SAMPLING, rule=CoupledRule(), seed=3)
     return generate(pair, TEXTS, TOKENS, drafter=drafter(pair.target), **options)
@@ -110,9 +106,7 @@ def drafted(name, drafter, pair=None):
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "n-grams"))
 def test_text_is_that_of_plain_decoding(name):
-    """Covers a budget that fills a table of learned positions, and the two positions per step of a
-    TPU.
-    """
+    """Covers learned positions, and steps of one position and of two, as on a TPU."""
     window = 1 + list(MODELS).index(name) % 2
     made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))
     assert tokens(made) == plain(name)

@@ -1,4 +1,4 @@
-"""Heads inside the target: texts are exact, and right features are accepted."""
+"""Heads on the target's features: completions are exact, and right features are accepted."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from support.loop_distributions import FULL, TARGET, V, distribution_test
 from support.weights import drawn_params
 
 K = 2
-SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
+SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # enough to detect the mutants
 
 
 def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
@@ -43,9 +43,7 @@ REDUCED = eagle3(V, draft_vocab_size=2)
 
 
 def test_the_text_of_a_head_has_the_distribution_of_the_target():
-    """Prompts of one and of four tokens; the former drafts nothing in its first round. Medusa:
-    test_pairs.py.
-    """
+    """One prompt has a single token, and so no draft in its first round. Medusa: test_pairs.py."""
     loop = distribution_loop(REDUCED, TokenRule())
     assert distribution_test(loop, weights_of(REDUCED), FULL, **SAMPLED) > FALSE_ALARM
 
@@ -57,9 +55,7 @@ def test_a_target_that_is_reduced_like_the_head_is_caught():
 
 
 class ByOneHead(FeatureDrafter):
-    """The mutant: every token is drawn by its own Medusa head, and verified as if the first had
-    drawn it.
-    """
+    """A mutant: reports the first Medusa head's distribution for the tokens of all heads."""
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
@@ -81,7 +77,7 @@ def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
     )
 
 
-# Features of the head: if they are right, its distribution is that of the target.
+# With right features, the head has the target's distribution.
 
 PROMPTS_READ = [[0], [2, 1, 2, 1], [1, 2, 1, 2, 2]]
 WEIGHTS = Weights(target=TARGET, draft=TARGET)
@@ -89,7 +85,7 @@ TABLE = chain(temperature(1.0))
 
 
 def table_loop(drafter=FeatureDrafter, layer=0, K=3, scored=1, **options):
-    """A loop that scores at least ``scored`` tokens in a call."""
+    """Returns a loop that scores at least ``scored`` tokens in a call."""
     target = ShowsTokens(V)
     drafter = drafter(target, table_head(V, layer), K, **options)
     return Loop(target=target, drafter=drafter, rule=TokenRule(), window=scored)
@@ -102,13 +98,13 @@ def prefilled(loop, ids=(0, 1, 2), slots=40, samples=1):
 
 
 def first_acceptance(loop):
-    """Returns the share of accepted tokens among the first tokens of drafts."""
+    """Returns the acceptance rate of the first tokens of drafts."""
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
     return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.reached_BK[:, 0].sum())
 
 
 def test_right_features_are_accepted_always():
-    """Any number of known tokens may be fed again, to the head and to the target."""
+    """First tokens are always accepted, even if head and target read earlier tokens again."""
     loop = table_loop(window=3, scored=6)
     assert first_acceptance(loop) == 1
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
@@ -119,7 +115,7 @@ def test_right_features_are_accepted_always():
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [{"drafter": mutants.KeepsItsOwnOutputs}, {"layer": 1}], ids=str)
 def test_wrong_features_cost_acceptance(mutant):
-    """A feature of the wrong row, and one that is lost at a chunk's edge: test_next_round.py."""
+    """test_next_round.py has features of the wrong row, and features lost at a chunk's edge."""
     assert first_acceptance(table_loop(**mutant)) < 0.9
 
 

@@ -1,4 +1,4 @@
-"""The Python interface: what it returns, how rows end, what it compiles and keeps."""
+"""The Python interface: completions, their ends, compilation, and the weights that it keeps."""
 
 import dataclasses
 import pathlib
@@ -33,15 +33,14 @@ REPOSITORY = pathlib.Path(specsamp.__file__).parent.parent
 
 
 def test_text_tokens_statistics_and_reason():
-    """'abc' goes on d, e, f ...; a perfect draft fills every round."""
+    """'abc' continues with d, e, f ...; a perfect draft fills every round."""
     first, second = generate(counting_pair(), ["abc", "x"], [10, 3], draft_length=4)
     assert (first.text, first.finish, first.prompt_index) == ("defghijklm", "length", 0)
     assert first.tokens == list(b"defghijklm")
     assert (first.stats.rounds, first.stats.emitted, first.stats.emitted_per_round) == (2, 10, 5)
     assert first.stats.acceptance_rate == 1 and first.stats.accepted_counts == (0, 0, 0, 0, 2)
     assert first.from_draft == [True, True, True, True, False] * 2
-    # The budget of 3 cut a block of 5: three drafted tokens were emitted and count, nothing else
-    # does.
+    # The budget of 3 cuts a block of 5: only the three emitted tokens count, all drafted.
     assert (second.text, second.stats.emitted, second.stats.accepted) == ("yz{", 3, 3)
     assert second.stats.reached == (1, 1, 1, 0) and second.stats.drafted == 3
 
@@ -77,7 +76,7 @@ def test_prompt_lookup_copies_and_continues_a_period():
 
 @pytest.mark.parametrize("max_ngram, expected", [(1, 4), (2, 5), (3, 6)])
 def test_longer_matches_win_over_recent_ones(max_ngram, expected):
-    """Context 0 1 2 6 | 9 1 2 5 | 9 8 2 4 | 0 1 2: what followed depends on how much must agree."""
+    """The longest match up to ``max_ngram`` drafts: 0 1 2 6 | 9 1 2 5 | 9 8 2 4 | 0 1 2."""
     context = [0, 1, 2, 6, 9, 1, 2, 5, 9, 8, 2, 4, 0, 1, 2]
     tokens = jnp.asarray([context + [7] * 5])
     prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([len(context)]))
@@ -88,10 +87,10 @@ def test_longer_matches_win_over_recent_ones(max_ngram, expected):
 
 
 def test_streamed_text_is_cut_at_whole_characters():
-    """Half of a multi-byte character is held back until it is complete."""
+    """A chunk holds back half a character until it is complete."""
 
     class Written(ByteTokenizer):
-        """'é' is two tokens of the counting model's alphabet."""
+        """Decodes 'd' and 'e' as the two bytes of 'é'."""
 
         def token_bytes(self, token, before=None):
             return bytes([{ord("d"): 0xC3, ord("e"): 0xA9}.get(token, token)])
@@ -129,8 +128,8 @@ def test_the_readme_example_of_ones_own_model_and_drafter_runs():
 
 
 def test_within_buckets_nothing_is_compiled_again():
-    """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; other numbers, seeds and
-    stops too.
+    """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; temperature, seed and
+    stops may differ.
     """
     pair = table_pair()
 
@@ -192,9 +191,7 @@ def test_weights_share_memory_with_parameters_and_are_kept():
 
 
 def test_a_drafter_is_given_weights_of_its_own_making():
-    """`prepare` is handed the pair's draft_params, `fit_slots` its result and the number of slots,
-    each once.
-    """
+    """`prepare` gets the pair's draft_params, `fit_slots` its result and the slots, each once."""
     calls = []
 
     @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""What the Python interface refuses before anything is compiled, what it takes, and what odd logits
-do to a row.
-"""
+"""Arguments that the Python interface accepts, or refuses before compilation; invalid logits."""
 
 import dataclasses
 
@@ -47,7 +45,7 @@ class Untraceable(CountingLM):
 
 
 def ask(**change):
-    """Raises what `generate` and `stream` both say of an argument, before anything is traced."""
+    """Raises the error that `generate` and `stream` share for an argument, before tracing."""
     pair = Pair(
         target=Untraceable(),
         target_params=(),
@@ -74,7 +72,7 @@ def test_the_draft_may_have_fewer_positions():
 
 
 def test_the_last_position_can_be_used():
-    """The limit is the user's: scratch slots for the draft come on top."""
+    """The positions of the model bound the text alone: scratch slots for drafts are additional."""
     config = tiny(vocab_size=BYTES, max_positions=40)
     model = TransformerLM(config)
     params = drawn_params(model)
@@ -84,7 +82,7 @@ def test_the_last_position_can_be_used():
 
 
 def test_padding_stays_within_the_positions_of_the_model():
-    """A prompt fits even if its bucket would be longer than the model."""
+    """A prompt fits even if its bucket is longer than the model's positions."""
     seen = []
 
     @dataclasses.dataclass(frozen=True)
@@ -113,19 +111,17 @@ def test_numpy_integers_are_integers():
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_logits_of_another_width_are_refused(side):
-    """A model that returns fewer logits than it has tokens would make the missing ones follow no
-    distribution.
-    """
+    """Tokens without a logit would follow no distribution."""
     pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
     with pytest.raises(ValueError, match=f"{side}.* vocabulary of 12.* width 9"):
         generate(pair, [[1]], 4)
 
 
-# Logits that are none, and numbers of other widths.
+# Padded vocabularies, and logits that are no distribution.
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
-    """A vocabulary padded to a round number: its last ids are excluded from target and draft."""
+    """The padding at the end of a vocabulary is excluded from target and draft."""
 
     class Short(ByteTokenizer):
         vocab_size = 7
@@ -139,10 +135,8 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
 
 
 def test_logits_that_become_nan_end_the_row():
-    """Nothing fluent is made of them; other rows go on, and a draft that fails costs only
-    acceptance.
-    """
-    broken = random_table(3, 12).at[:, :, 5].set(jnp.nan)  # after token 5
+    """No token is drawn from NaN; other rows continue, and NaN in a draft only costs acceptance."""
+    broken = random_table(3, 12).at[:, :, 5].set(jnp.nan)  # NaN after token 5
     pair = dataclasses.replace(table_pair(), target_params=broken)
     rows = generate(pair, [[1, 5], [1]], 200, sampling=chain(temperature(1.0)), num_samples=3)
     for row in rows[:3]:
@@ -166,9 +160,7 @@ def test_logits_that_are_no_distribution_end_the_row(spoiler):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule, spoiled_after", [(BlockRule(), 1), (TokenRule(), 5)])
 def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
-    """The draft ends before it: nothing is accepted on the strength of a distribution
-    that is none.
-    """
+    """A draft ends before a distribution of NaN, so that no token is verified against it."""
     vocab_size = 4
     table = random_table(6, vocab_size, scale=1.5)
     spoiled = near(table, 7, 0.5)

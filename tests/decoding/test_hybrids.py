@@ -26,12 +26,12 @@ from support.hybrids import RECURRENT, hybrid
 
 V, LENGTH, SAMPLES, HEAT = 2, 4, 1000, 2.0
 SAMPLING = chain(temperature(HEAT))
-# The older state takes up the first chunk of one prompt in decoding, of the other in reading it.
+# The older state of one prompt takes up the first chunk in decoding, of the second in prefill.
 PROMPTS = [[0, 1, 1, 0] * 12, [0, 1, 1, 0] * 13]
 SMALL = dataclasses.replace(RECURRENT, num_value_heads=1, key_size=4, value_size=4)
 CONFIG = hybrid(vocab_size=V, width=16, num_heads=2, recurrent=SMALL)
 MODEL = TransformerLM(CONFIG)
-# As in the checkpoints of Qwen3.5: a layer of attention behind the final norm.
+# As in the checkpoints of Qwen3.5: a layer of attention after the final norm.
 MODULE = MTPConfig(
     layer=dataclasses.replace(CONFIG, num_layers=1, recurrent=None),
     target_layers=CONFIG.num_layers,
@@ -49,7 +49,7 @@ def weights(seed):
         if path[-1].key == "log_rate":
             return jnp.full(x.shape, -4.0)
         of_state = "recurrence" in jax.tree_util.keystr(path) and path[-1].key == "output"
-        # States must matter, or mistakes do not.
+        # Large outputs of the states, so that mistakes in them show.
         return jnp.asarray(rng.normal(size=x.shape) * (2.0 if of_state else 0.4), jnp.float32)
 
     return MODEL.prepare(jax.tree_util.tree_map_with_path(draw, shapes))
@@ -57,7 +57,7 @@ def weights(seed):
 
 @functools.cache
 def expected(seed):
-    """The distribution of the next tokens of each prompt, from calls without a cache."""
+    """Returns the distribution of the next tokens of each prompt, from calls without a cache."""
     joints = []
     for prompt in PROMPTS:
         texts = list(itertools.product(range(V), repeat=LENGTH))
@@ -89,23 +89,23 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_texts_of_a_hybrid_have_the_distribution_of_its_calls(case):
-    """A draft that is a hybrid, too, reads tokens in every step that may be rejected."""
+    """A draft model that is a hybrid itself reads tokens that the target may reject."""
     assert p_value_of(*CASES[case]) > FALSE_ALARM
 
 
 def wrong_state(cache, state_BNKV, num_chunks_B, num_held):
-    """The position moves on, the state does not."""
+    """Advances the position, but not the state."""
     return ADVANCE(cache, cache.state_BNKV, num_chunks_B, num_held)
 
 
 def replayed_twice(cache, state_BNKV, num_chunks_B, num_held):
-    """The state moves on, and the same inputs are replayed by the next call."""
+    """Advances the state but not the position, so that the next call replays the same inputs."""
     after = ADVANCE(cache, cache.state_BNKV, jnp.zeros_like(num_chunks_B), num_held)
     return dataclasses.replace(after, state_BNKV=state_BNKV)
 
 
 def stale_input(cache, inputs_BMTX, start_B):
-    """The convolution sees the last rejected token, in the slot of the pending one, before it."""
+    """Shows the convolution a rejected token, from the pending token's slot, in the slot before."""
     at_B = SMALL.taps - 1 + jnp.maximum(start_B - cache.position_B, 0)
     stale = read_slots(cache.inputs_BMWX, at_B, 1)
     changed = dataclasses.replace(
@@ -119,7 +119,7 @@ MUTANTS = {"advance": (wrong_state, replayed_twice), "append": (stale_input,)}
 
 
 def error_of_calls():
-    """The largest error of logits, where each call's last token is wrong and is removed again."""
+    """Returns the largest error of logits when each call's last token is wrong and then removed."""
     text_BT = jnp.asarray(np.random.default_rng(0).integers(0, V, size=(1, 103)))
     expected_BTV = MODEL.forward(weights(5)["params"], text_BT).logits_BTV
     call, cache, error = (
@@ -189,7 +189,7 @@ def test_a_long_call_without_lengths_is_refused():
 
 
 def test_a_call_before_the_older_state_gives_no_distribution():
-    """Wrong logits would pass for right ones; rows end as invalid instead."""
+    """Wrong logits would pass as right; NaN ends the row as invalid."""
     cache, lengths_B = MODEL.init_cache(1, 64), jnp.array([60])
     tokens_BT, call = jnp.zeros((1, 64), jnp.int32), jax.jit(MODEL.__call__)
     cache = call(weights(5), tokens_BT, jnp.array([0]), cache, lengths_B=lengths_B).cache
@@ -200,7 +200,7 @@ def test_a_call_before_the_older_state_gives_no_distribution():
 
 @pytest.mark.parametrize("kept, known", [(39, 38), (30, 29), (20, 0), (5, 0)])
 def test_a_prefix_is_reused_only_as_far_back_as_states_reach(kept, known):
-    """The older state holds the tokens before; `Conversation` and `Batch` read the text again."""
+    """No state lies before the older one: `Conversation` and `Batch` read a shorter prefix anew."""
     loop = Loop(target=MODEL, drafter=NgramDrafter(4), rule=TokenRule())
     before, text = [0] * 40, [0] * kept + [1] * 30
     assert count_known(before, text, loop) == known

@@ -1,4 +1,4 @@
-"""Programs that are kept whole: found again without tracing, and never in the way."""
+"""Programs kept on disk are found without tracing, and never prevent decoding."""
 
 import dataclasses
 
@@ -18,15 +18,15 @@ PAIR = counting_pair()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder for programs, in a process that has none yet; those of JAX's own cache are not kept,
-    so it is off.
+    """Yields an empty folder for programs, in a process without any. JAX's own cache is off, since
+    programs from it are not kept.
     """
     monkeypatch.setattr(kept_loop, "find_compilation_cache", lambda: str(tmp_path))
     monkeypatch.setattr(kept_loop, "_programs", {})
     for is_on in (False, True):
         jax.config.update("jax_enable_compilation_cache", is_on)
         compilation_cache.reset_cache()
-        kept_loop._installed.cache_clear()  # settings of JAX belong to it
+        kept_loop._installed.cache_clear()  # its value depends on JAX's settings
         if not is_on:
             yield tmp_path
 
@@ -47,13 +47,13 @@ def texts(decoder):
 
 
 def forget(monkeypatch):
-    """What another process would know: nothing that this one has read or compiled."""
+    """Drops all programs that this process has read or compiled, as in a new process."""
     monkeypatch.setattr(kept_loop, "_programs", {})
     kept_loop._installed.cache_clear()
 
 
 def traced(monkeypatch):
-    """Returns a list that grows with every program that is compiled because none was found."""
+    """Returns a list that grows with each program that is compiled, and not found on disk."""
     found, compiled = [], kept_loop._compiled
     monkeypatch.setattr(
         kept_loop,
@@ -72,7 +72,7 @@ def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch
     assert texts(with_kept(decoder())) == expected and len(compiled) == 2
     assert (
         texts(with_kept(decoder(K=2))) == texts(decoder(K=2)) and len(compiled) == 4
-    )  # another loop is another program
+    )  # another K is another program
 
 
 def test_a_program_of_another_source_machine_or_setting_is_replaced(folder, monkeypatch):
@@ -106,13 +106,11 @@ def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
 
 @pytest.mark.slow
 def test_a_program_from_the_cache_of_jax_is_not_kept(folder, monkeypatch):
-    """XLA's CPU programs that are read and written again lack code, and fail when they run in the
-    next process.
-    """
+    """A CPU program that XLA read and wrote again lacks code, and fails in the next process."""
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
     expected = texts(decoder())
-    for _ in range(2):  # the first fills JAX's cache, if another test has not
+    for _ in range(2):  # the first pass fills JAX's cache, unless an earlier test has
         for path in folder.iterdir():
             path.unlink()
         forget(monkeypatch)
@@ -138,7 +136,7 @@ def test_what_cannot_be_kept_is_left_as_it_is(folder, monkeypatch):
 
     @dataclasses.dataclass(frozen=True, repr=False)
     class Unnamed(NgramDrafter):
-        __repr__ = object.__repr__  # an address, which another process gives to something else
+        __repr__ = object.__repr__  # an address, which differs between processes
 
     unnamed = dataclasses.replace(loop, drafter=Unnamed(2))
     assert KeptLoop.of(unnamed) is unnamed

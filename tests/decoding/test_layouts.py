@@ -1,4 +1,6 @@
-"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows and samples agree."""
+"""A transformer pair with n-gram memory: completions agree in both weight orders, and for a row
+alone or in a large ragged batch.
+"""
 
 import dataclasses
 
@@ -20,7 +22,7 @@ SAMPLING = chain(temperature(0.8), top_p(0.9))
 
 
 def make_pair(layout):
-    """Weights large enough for distributions that are far from flat, tables included."""
+    """Returns a pair with large weights, tables included, whose distributions are far from flat."""
     shape = dict(vocab_size=48, width=32, num_heads=4, num_kv_heads=2)
     target = TransformerLM(TransformerConfig(**shape, num_layers=2, positions="relative"), layout)
     draft = TransformerLM(
@@ -43,8 +45,8 @@ PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i i
 
 @pytest.mark.slow
 def test_layouts_and_rows_agree(pairs):
-    """Compares ragged rows, more than are unrolled, in both weight orders, with one of
-    them alone.
+    """Ragged rows, more than are unrolled, have the same completions in both weight orders, and one
+    of them has the same alone.
     """
     texts = {
         layout: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)]
@@ -59,7 +61,7 @@ def test_layouts_and_rows_agree(pairs):
 
 
 def test_log_probs_are_those_of_a_scorer(pairs):
-    """What generate reports is what scoring the finished text without a cache gives."""
+    """Reported log-probabilities equal the scores of the finished text without a cache."""
     pair, prompt = pairs["default"], [5, 4, 3]
     for row in generate(
         pair,
@@ -77,7 +79,7 @@ def test_log_probs_are_those_of_a_scorer(pairs):
 
 
 def test_the_loop_may_stand_inside_another_program(pairs):
-    """Options of the compiler belong to the outermost program."""
+    """Compiler options apply to the outermost program alone."""
     from specsamp.analysis.workload import Workload, decoders
     from specsamp.decoding.drafters import ModelDrafter
 

@@ -1,9 +1,7 @@
-"""The joint distribution of what the whole loop emits, over several rounds and ragged rows, against
-enumeration.
+"""The joint distribution of completions, over several rounds and ragged rows, equals enumeration.
 
-Every rule, drafter, warp and length is in test_pairs.py; that a rule is exact for all drafts is
-enumerated in sampling/test_rules.py. Three tokens after drafts of two are several rounds as well,
-and take half the time of four after three.
+sampling/test_rules.py enumerates rules for all drafts. Three tokens after drafts of two also take
+several rounds, in half the time of four after three.
 """
 
 import jax.numpy as jnp
@@ -39,7 +37,7 @@ def model(K, window=1):
 
 
 def test_texts_have_the_distribution_of_the_target():
-    """Other drafters, rules, warps and lengths: test_pairs.py."""
+    """test_pairs.py covers further drafters, rules, warps and lengths."""
     loop, sampling = table_loop(TokenRule(), model(4)), chain(temperature(1.5), top_k(2))
     assert distribution_test(loop, FAR, sampling, length=4) > FALSE_ALARM
 
@@ -51,9 +49,7 @@ def test_known_tokens_that_are_fed_again_change_no_distribution():
 
 
 def test_rows_with_parameters_of_their_own():
-    """A greedy row and two sampled rows: the greedy row is certain, the sampled rows keep their
-    distributions.
-    """
+    """In one batch, a greedy row is certain and sampled rows keep their distributions."""
     temperatures, prompts = [0.0, 0.7, 1.5], [[1, 2], *PROMPTS]
     sampling = chain(temperature(temperatures), min_p([0.0, 0.1, 0.0]))
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
@@ -70,7 +66,7 @@ def test_rows_with_parameters_of_their_own():
 
 
 def test_stop_token_inside_a_block():
-    """The distribution of texts cut at token 0: what follows the stop token is never emitted."""
+    """Completions have the distribution of texts that are cut after the stop token 0."""
     length, stop = 3, 0
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
     run = decode(
@@ -88,7 +84,7 @@ def test_stop_token_inside_a_block():
 
 
 def test_statistics_add_up():
-    """Rounds, histogram, reached positions and emitted tokens tell one story."""
+    """Rounds, histogram, reached positions and emitted tokens are consistent."""
     K = 3
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), K))
     run = decode(loop, TARGET, NEAR, [[1, 2], *PROMPTS], [5, 9, 30], FULL, samples=2000)
@@ -98,7 +94,7 @@ def test_statistics_add_up():
     assert jnp.all(stats.accepted_BT.sum(1) == stats.rounds_B)
     from_draft = jnp.sum(run.state.from_draft_BS, axis=1)
     assert jnp.all(accepted == from_draft)
-    # Every round emits one token of the target unless it was cut inside its draft.
+    # Every round emits one token of the target unless it is cut inside its draft.
     assert jnp.all(stats.emitted_B - accepted <= stats.rounds_B)
     assert jnp.all(stats.emitted_B - accepted >= stats.rounds_B - 1)
     assert jnp.all(stats.reached_BK[:, 0] == stats.rounds_B)

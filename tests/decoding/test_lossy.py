@@ -1,6 +1,4 @@
-"""Lossy rules through the loop: they write what is enumerated, and completions say what
-that costs.
-"""
+"""Lossy rules in the loop: texts have the enumerated distribution; completions report the cost."""
 
 import functools
 
@@ -49,8 +47,8 @@ every_case = pytest.mark.parametrize("case", slow_but(CASES, "bounded lenience")
 
 @functools.cache
 def run(case):
-    """Samples many texts: their first tokens and meters, ``[prompt, sample, LENGTH]``, and the
-    loop's statistics.
+    """Returns first tokens and meters, ``[prompt, sample, LENGTH]``, and the run of many
+    samples.
     """
     rule, draft, sampling = CASES[case]
     budgets = [LENGTH + i for i in range(len(PROMPTS))]
@@ -74,8 +72,8 @@ def run(case):
 
 @functools.cache
 def enumerated(case):
-    """Returns for each prompt the joint distribution, the mean sum of meters, and the target's own
-    joint distribution.
+    """Returns for each prompt the joint distribution, the mean sum of its meter, and the joint
+    distribution of the target.
     """
     rule, draft, sampling = CASES[case]
     told = []
@@ -109,8 +107,8 @@ def test_the_loop_writes_what_is_enumerated(case):
 
 @every_case
 def test_the_meter_says_what_texts_cost(case):
-    """Returns measured bias / metered bias: 1 for first tokens (less if the meter only bounds), at
-    most 1 for texts.
+    """The measured bias equals the metered bias for first tokens, and at most equals it for
+    texts.
     """
     emitted, cost, _, _ = run(case)
     for prompt, (_, price, own) in enumerate(enumerated(case)):
@@ -131,9 +129,7 @@ def test_a_budget_bounds_every_token():
 
 @every_case
 def test_statistics_and_meter_tell_one_story(case):
-    """Acceptance is what the token rule would have reached, and what was bought; meters are 0
-    beyond the text.
-    """
+    """Accepted tokens minus the metered extra are the token rule's; meters behind a text are 0."""
     _, _, _, found = run(case)
     state, stats = found.state, jax.device_get(found.state.stats)
     verified, accepted = stats.reached_BK.sum(), (stats.accepted_BT.sum(0) * np.arange(K + 1)).sum()
@@ -171,7 +167,7 @@ def test_completions_say_what_they_cost():
 
 
 def test_what_a_stop_text_cuts_off_is_not_metered():
-    """The same text stopped by a budget and by a string reports the same."""
+    """A text has the same meter whether a budget or a stop string ends it."""
     (cut,) = generate(counting_pair(), ["a"], 24, stop=[whole().text[4:7]], **OPTIONS)
     count = len(cut.tokens)
     assert cut.finish == "stop" and whole().tokens[:count] == cut.tokens and cut.dropped

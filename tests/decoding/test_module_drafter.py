@@ -1,4 +1,4 @@
-"""Several modules draft what they would draft if the whole text were read at once."""
+"""Several modules draft as if they read the whole text at once."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ PROMPTS = [[0], [2, 1, 2, 1], [1, 2, 1, 2, 2, 0, 1]]
 
 @jax.jit
 def expected(tokens_BS, lengths_B, drafted_BK):
-    """Log-probabilities of drafted tokens, from modules that read each text and its draft at once,
-    without a cache.
+    """Returns the log-probabilities of drafted tokens from modules that read a text and its draft
+    at once, without a cache.
     """
     start_B = jnp.zeros_like(lengths_B)
     tokens_BS = write_tokens(tokens_BS, drafted_BK, lengths_B)
@@ -48,7 +48,7 @@ def expected(tokens_BS, lengths_B, drafted_BK):
 
 
 def error(loop, state):
-    """The largest difference from `expected`, over all rows that draft."""
+    """Returns the largest difference from `expected` over all rows with a draft."""
     draft, _, _ = jax.jit(loop.draft)(WEIGHTS, state.request, state)
     wanted_BKV = expected(state.tokens_BS, state.lengths_B, draft.tokens_BK)
     drafts_B11 = (draft.num_drafted_B > 0)[:, None, None]
@@ -57,7 +57,7 @@ def error(loop, state):
 
 @pytest.mark.slow
 def test_every_round_drafts_as_if_the_text_were_read_at_once():
-    """Prompts that are read in chunks: test_next_round.py."""
+    """Prefill in chunks: test_next_round.py."""
     loop = Loop(target=MODEL, drafter=ModuleDrafter(MODEL, HEAD, D), rule=TokenRule())
     options = dict(samples=4, slots=40, prompt_ids=range(3))
     state, sizes = prefill(loop, TARGET, WEIGHTS.draft, PROMPTS, 20, FULL, **options), set()

@@ -1,7 +1,7 @@
-"""Mutants: plausible mistakes, each of which the tests of the loop's distribution must catch.
+"""Plausible mistakes, all of which the tests of the loop's distribution must catch.
 
-Every test here runs a deliberately broken rule, drafter or loop through the very statistic that the
-correct one passes in test_loop_distribution.py, and asserts that it fails by far.
+Each test runs a broken rule, drafter or loop through the statistic that the correct one passes in
+test_loop_distribution.py, and asserts that it fails by far.
 """
 
 import dataclasses
@@ -39,15 +39,15 @@ from support.loop_distributions import (
     first_token,
 )
 
-pytestmark = pytest.mark.slow  # the quick suite has the statistic itself, on what is right
+pytestmark = pytest.mark.slow  # the quick suite applies the statistic to correct code
 
 K = 3
-# The statistic is astronomically far out for real mistakes; a factor of 1e6 keeps luck out of it.
+# Real mistakes have far smaller p-values; the factor of 1e6 excludes chance.
 CAUGHT = FALSE_ALARM * 1e-6
 
 
-# What is caught with so many samples is caught with the more of test_loop_distribution.py. So few
-# take less time in quick machine code than good machine code takes to be made.
+# A mistake caught with these samples is also caught with the larger number of
+# test_loop_distribution.py. Decoding so few in unoptimised code takes less time than optimising it.
 FEWER = 20_000
 
 
@@ -62,9 +62,7 @@ def model_loop(rule, **options):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPosition(RoundKeys):
-    """Addresses noise by absolute position: a position that is drafted again gets its old noise
-    again.
-    """
+    """Addresses noise by absolute position, so that a position drafted again has the same noise."""
 
     def uniforms(self, purpose, offsets_BT):
         nowhere = RoundKeys(rows_B=self.rows_B, starts_B=jnp.zeros_like(self.starts_B))
@@ -95,7 +93,7 @@ def by_position(rule):
     ids=lambda rule: type(rule).__name__,
 )
 def test_a_rule_with_a_mistake_is_caught(rule):
-    """Mistakes of another kind are enumerated in sampling/test_rules.py."""
+    """sampling/test_rules.py enumerates mistakes of another kind."""
     assert caught(model_loop(rule))
 
 
@@ -108,7 +106,7 @@ def test_draft_log_probs_before_warping():
 def test_stop_token_ignored_inside_a_block():
     class Mutant(Loop):
         def commit(self, request, state, draft, verdict, target):
-            """Looks for stop tokens in the last emitted position only."""
+            """Checks only the last emitted position for stop tokens."""
             last_B1 = jnp.take_along_axis(
                 verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1
             )
@@ -130,7 +128,7 @@ def test_stop_token_ignored_inside_a_block():
 
 
 def test_an_early_exit_that_writes_over_what_was_scored():
-    """The cache is the target's: here the draft's mistakes are the text's."""
+    """Drafter and target share a cache, so that the draft's mistakes enter the text."""
     target = LayeredTableLM(V)
     layers = jnp.stack([FAR, TARGET - FAR])
 
@@ -148,7 +146,7 @@ def test_length_of_a_neighbour_while_scoring():
 
 
 def test_noise_that_does_not_know_the_round():
-    """All rounds of a row share one address: what was drawn in one is drawn again in the next."""
+    """All rounds of a row share one address, so that each of them draws with the same noise."""
 
     class Mutant(Loop):
         def _keys(self, request, state):
@@ -160,7 +158,7 @@ def test_noise_that_does_not_know_the_round():
 
 
 def test_length_of_a_neighbour_while_drafting():
-    """Output stays exact; acceptance pays."""
+    """Completions stay exact, but acceptance falls."""
 
     def acceptance(loop):
         state = decode(
@@ -172,9 +170,7 @@ def test_length_of_a_neighbour_while_drafting():
 
 
 def test_lost_draft_of_the_last_round_under_a_budget():
-    """Clipping the draft by the remaining budget changes the prefix of a longer run
-    (block rule).
-    """
+    """With the block rule, a draft clipped to the budget changes the prefix of a longer run."""
 
     class Clipped(Loop):
         def draft(self, weights, request, state):
@@ -204,8 +200,8 @@ def test_lost_draft_of_the_last_round_under_a_budget():
 
 
 def test_no_token_decides_whether_it_is_submitted():
-    """Golden values: to submit x where x = 0 writes (.85, .15) for (.7, .3), to drop what is
-    improbable (.42, .58).
+    """Golden: submitting token 0 alone turns (.7, .3) into (.85, .15); dropping improbable tokens
+    turns (.3, .7) into (.42, .58).
     """
 
     def written(drafter, target, draft, least):

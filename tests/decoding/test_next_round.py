@@ -1,6 +1,6 @@
-"""The next round is that of a text which is read anew, however the text came into the caches.
+"""The next round is the same if the text is read anew, however it entered the caches.
 
-Where a draft's caches are wrong, texts stay exact and acceptance falls: no distribution shows it.
+Wrong caches of a draft only cost acceptance: texts stay exact, so that no distribution shows it.
 """
 
 import dataclasses
@@ -29,14 +29,12 @@ from support.extras import slow_but
 
 SLOTS, CHUNK = 256, 16
 SAMPLING = chain(temperature(1.0))
-TOLERANCE = 1e-3  # of a probability; rounding makes 1e-4, the mistakes below .01 and more
+TOLERANCE = 1e-3  # of a probability; rounding errors are 1e-4, the mistakes below .01 and more
 
 
 @dataclasses.dataclass(frozen=True)
 class AcceptsByLength(Rule):
-    """Accepts any number of tokens, whatever they are, so that caches of weak drafts have some,
-    too.
-    """
+    """Accepts a number of tokens by lengths alone, so that weak drafts have accepted tokens too."""
 
     trees = True
 
@@ -47,7 +45,7 @@ class AcceptsByLength(Rule):
         return jax.lax.top_k(log_probs_BPV, nodes_PC.shape[1])[1].astype(jnp.int32)
 
     def verify(self, draft, target, keys):
-        row_B = 5 * keys.starts_B // 3 % (draft.num_drafted_B + 1)  # any of them, for every number
+        row_B = 5 * keys.starts_B // 3 % (draft.num_drafted_B + 1)  # any row, for every count
         last_B = 5 * keys.starts_B % V
         if draft.parents_BK is None:
             return make_verdict(draft, row_B, last_B)
@@ -57,7 +55,7 @@ class AcceptsByLength(Rule):
 
 
 class InTurn(Adaptive):
-    """Has drafts of all lengths, and pauses, in a fixed order."""
+    """Cycles through drafts of all lengths, and pauses."""
 
     def learn(self, state, running_B, num_drafted_B, num_accepted_B):
         most, few = self.K, self.shortest
@@ -68,20 +66,20 @@ class InTurn(Adaptive):
 
 @functools.partial(jax.jit, static_argnames="loop")
 def next_round(loop, weights, state):
-    """Returns the next draft, its probabilities, and the target's after each of its rows."""
+    """Returns the next draft, its probabilities, and the target's probabilities after each row."""
     request, state = state.request, dataclasses.replace(state, request=None)
     state = loop._catch_up(weights, state, jnp.ones((), bool))  # as after a pause
     loop = dataclasses.replace(loop, adaptive=None)
     draft, _, cache = loop.draft(weights, request, state)
     logits_BTV = loop.score(weights, state, draft, cache).logits_BTV
     laws = draft.log_probs_BRV
-    if laws is None:  # of chosen tokens
+    if laws is None:  # a one-hot draft
         laws = jnp.zeros((*draft.tokens_BK.shape, V))
     return draft, jnp.exp(laws), jax.nn.softmax(logits_BTV)
 
 
 class Batch(batch.Batch):
-    """Compares the texts of two rows before every slice with texts that are read anew.
+    """Compares two rows, before every slice, with their texts read anew.
 
     The first ``perfect`` tokens of a draft have the target's distribution.
     """
@@ -103,7 +101,7 @@ class Batch(batch.Batch):
         return entry
 
     def end(self, prompt, budget):
-        """Decodes until a text ends; returns it, the prompt included."""
+        """Decodes until this text ends, and returns it with its prompt."""
         entry = self.begin(prompt, budget)
         while entry.stage != Stage.FINISHED:
             self.fill()
@@ -117,7 +115,7 @@ class Batch(batch.Batch):
         return self.runner.engine.text(state, row, entry.request)
 
     def swap(self):
-        """Gives the rows more slots, and back, in the opposite order each time."""
+        """Resizes to more slots and back, and reverses the rows each time."""
         for slots in (2 * SLOTS, SLOTS):
             self.runner.resize([1, 0], Size(2, slots))
         self.compare()
@@ -160,13 +158,13 @@ def assert_close(found, expected):
 
 @pytest.fixture(autouse=True)
 def one_size(monkeypatch):
-    """A batch does not grow, and calls that read prompts are short."""
+    """Keeps the batch at one size, and prefill in short chunks."""
     monkeypatch.setattr(batch, "powers", lambda least, most: (most,))
     monkeypatch.setattr(batch, "chunk_sizes", lambda: (CHUNK, CHUNK))
 
 
 def decode_session(rows):
-    """A long text beside turns of a conversation, one of them edited, and shared beginnings."""
+    """Decodes a long text next to turns, one of them edited, and prompts with shared beginnings."""
     random = np.random.default_rng(0)
 
     def text(least, most):
@@ -185,15 +183,13 @@ def decode_session(rows):
     assert rows.prefill.tokens_copied > 60
 
 
-# Other trees move the target's cache alone.
+# The two trees left out move the target's cache alone.
 KINDS = [kind for kind in DRAFTERS if kind not in ("early exit tree", "Medusa tree")]
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, "model", "EAGLE-3 tree"))
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
-    """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
-    other sizes.
-    """
+    """Covers pauses, turns, copies of running and finished rows, shorter drafts and resizing."""
     decode_session(Batch(*DRAFTERS[kind]()))
 
 
@@ -202,7 +198,7 @@ TURNS = "parallel", "tokenizer", "window", "voting", "EAGLE-3", "modules", "DSpa
 
 @pytest.mark.parametrize("kind", slow_but(TURNS, "parallel"))
 def test_turns_of_a_conversation_are_those_of_whole_texts(kind):
-    """What is accepted does not depend on the noise: other drafts are another text."""
+    """Acceptance does not depend on the noise, so that a different draft changes the text."""
     pair, drafter, *_ = DRAFTERS[kind]()
     options = dict(
         drafter=drafter, rule=AcceptsByLength(), sampling=SAMPLING, max_tokens=SLOTS // 2
@@ -235,7 +231,7 @@ class KeepsTooLittle(ModuleDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class ForgetsTheEdge(FeatureDrafter):
-    """Reads each chunk without the last feature of the chunk before."""
+    """Reads each chunk without the last feature of the chunk before it."""
 
     def read(self, weights, state, *rest):
         forgetful = dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD))

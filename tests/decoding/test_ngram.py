@@ -1,6 +1,4 @@
-"""Prompt lookup in earlier texts: the longest match drafts, and texts have the distribution of the
-target.
-"""
+"""Prompt lookup in earlier texts: the longest match drafts, and completions are exact."""
 
 import dataclasses
 
@@ -46,11 +44,11 @@ def propose(drafter, *texts, state=None):
 @pytest.mark.parametrize(
     "text, drafted",
     [
-        ([5, 1, 2, 3], [7, 8]),  # longer than the match of the later text
+        ([5, 1, 2, 3], [7, 8]),  # the longer match wins over the later text
         ([5, 2, 3], [4]),
         ([0, 8], []),
-        ([3, 6, 1, 2, 3], [6, 1, 2]),  # the sequence's own is shorter and wins
-        ([6, 6, 3], [4]),  # nothing follows the last text's
+        ([3, 6, 1, 2, 3], [6, 1, 2]),  # a shorter match in the sequence itself wins
+        ([6, 6, 3], [4]),  # nothing follows the match in the last text
     ],
 )
 def test_the_longest_match_in_a_corpus_drafts(text, drafted):
@@ -71,13 +69,13 @@ def test_rows_look_in_the_logs_of_all_rows():
     assert drafts == [[], [4, 7]]
     drafts, state = propose(drafter, [1, 2, 3, 4, 7], [5, 2, 3], state=state)
     assert drafts == [[], [4, 7]], "a row without new tokens writes nothing"
-    for last in (8, 12):  # the ring's next lap
+    for last in (8, 12):  # the next lap of the ring
         _, state = propose(drafter, range(20, 20 + last), [5, 2, 3], state=state)
     assert propose(drafter, [0], [9, 2, 3], state=state)[0] == [[], []]
 
 
 class InPairs(NgramDrafter):
-    """Each two rows are a batch of their own."""
+    """Treats each two rows as a batch of their own."""
 
     def propose(self, weights, state, prefix, cache, sample):
         def apart(tree):
@@ -92,7 +90,7 @@ class InPairs(NgramDrafter):
 
 
 def texts_after_texts(seed):
-    """Returns the p-value of texts whose drafts are from the logs of texts of seed 0."""
+    """Returns the p-value of texts that are drafted from the logs of a run with seed 0."""
     loop = table_loop(TokenRule(), InPairs(2, corpus=[[0, 2, 1, 1, 0]], log=6))
     prompts, length, draft = [[0], [2, 0, 1, 1]], 3, loop.drafter.prepare(None)
     samples = samples_for(V**length - 1, 2) // 2 * 2
@@ -120,7 +118,7 @@ def test_noise_that_has_made_a_logged_text_is_caught():
 
 
 def test_a_text_after_the_same_text_is_drafted_whole():
-    """One row takes both prompts: its log outlives the first text."""
+    """A single row decodes both prompts: its log outlives the first text."""
     prompts, plain = [[3, 4]] * 2, generate(counting_pair(), [[3, 4]], 16, draft_length=0)
     for drafter, expected in ((NgramDrafter(K), [16, 16]), (NgramDrafter(K, log=32), [16, 4])):
         done = sorted(

@@ -1,8 +1,8 @@
 """Every two values of drafter, rule, warp, warp of the draft, cache, prompts, draft lengths, stop,
-entry point and mesh are in a case whose texts have the target's joint distribution.
+entry point and mesh share a case whose texts have the target's joint distribution.
 
-A case whose texts differ from enumeration fails once in 100,000 runs by chance. Kernels are not
-among the values: as programs they equal their plain forms (models/test_kernels.py).
+A correct case fails once in 100,000 runs, by chance. Kernels are not among the values: as programs
+they equal their plain forms (models/test_kernels.py).
 """
 
 import random
@@ -18,12 +18,12 @@ from support import pairs
 from support.fakes import FALSE_ALARM
 
 pytestmark = pytest.mark.slow
-PARTS, FIRST = 30, 10  # of the cases; `.ci/run` has time for the first parts alone
+PARTS, FIRST = 30, 10  # parts of the cases; `.ci/run` has time for the first ones only
 SAMPLES = 3000
 
 
 def smallest_p_value(case):
-    """Returns the p-value of the worst prompt, corrected for their number."""
+    """Returns the p-value of the worst prompt, corrected for the number of prompts."""
     found = zip(case.texts(SAMPLES, seed=0), case.expected(), strict=True)
     values = [pairs.p_value(texts_ST, distribution) for texts_ST, distribution in found]
     return min(values) * len(values)
@@ -40,7 +40,7 @@ def test_every_pair_is_covered_or_refused(capsys):
 
 
 def test_refused_pairs_are_those_of_chains_and_trees():
-    """A pair that is refused has a reason, and no further pair becomes refused."""
+    """Every refusal states a reason, and no further pair is refused."""
     expected = {(chain, rule) for chain in pairs.CHAINS for rule in pairs.OF_TREES}
     expected -= {("none", rule) for rule in pairs.OF_TREES}
     expected |= {(tree, rule) for tree in pairs.TREES for rule in ("token", "block")}
@@ -66,8 +66,8 @@ def test_texts_of_further_cases_have_the_distribution_of_the_target(part):
     check_part(part)
 
 
-# Drafts that err: a window over so short a text is nearly the target, so hardly any residual is
-# drawn.
+# Drafters with rejected tokens. A window over so short a text is nearly the target, so that hardly
+# any residual is drawn.
 DRAWN = ("model", "parallel", "EAGLE-3", "modules", "DSpark", "tokenizer")
 
 
@@ -76,7 +76,7 @@ def is_drafted(case):
 
 
 MISTAKES = {
-    # The target's distribution instead of the rest that the draft leaves of it.
+    # Draws from the target's distribution instead of the residual.
     "no residual": (
         lambda case: case.rule == "token" and is_drafted(case),
         (TokenRule, "residual", lambda self, draft, target, n: jnp.exp(target_at(target, n))),
@@ -110,7 +110,7 @@ def target_at(target_log_probs, num_accepted_B):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake, monkeypatch):
-    """Draws a case among those that call the mistaken function."""
+    """One case, drawn from all cases that call the mistaken function, detects the mistake."""
     applies, (place, name, wrong) = MISTAKES[mistake]
     case = random.Random(1).choice([case for case in pairs.covering() if applies(case)])
     case.expected()
@@ -119,4 +119,4 @@ def test_a_planted_mistake_is_found(mistake, monkeypatch):
     try:
         assert smallest_p_value(case) < FALSE_ALARM, str(case)
     finally:
-        jax.clear_caches()  # of mistaken programs
+        jax.clear_caches()  # drops the mistaken programs

@@ -1,5 +1,5 @@
-"""A draft model in one call: its distributions are those of the model on text and masks. Texts:
-test_pairs.py; masks in the cache: test_next_round.py.
+"""A draft of one call has the model's distributions on text and masks. Texts: test_pairs.py; masks
+in the cache: test_next_round.py.
 """
 
 import jax
@@ -20,9 +20,7 @@ from support.weights import drawn_params
 
 
 def marginals(model, params, tokens_BS, length, K, mask):
-    """The log-probabilities that K tokens are drawn from, after a text whose last token is not read
-    yet.
-    """
+    """Returns the log-probabilities of K drafted tokens after a text with an unread last token."""
     one, batch = ParallelDrafter(model, K, mask_id=mask), len(tokens_BS)
     weights = Weights(target=None, draft=model.prepare(params))
     lengths_B, zeros_B = jnp.full(batch, length), jnp.zeros(batch, jnp.int32)
@@ -38,7 +36,7 @@ def marginals(model, params, tokens_BS, length, K, mask):
 
 
 def test_one_call_gives_the_distributions_of_text_and_masks():
-    """At the beginning of a text, where fewer than K + 1 tokens are known."""
+    """The text has fewer than K + 1 tokens, as after a short prompt."""
     length, model, K, mask = 2, TransformerLM(tiny(vocab_size=16, positions="rotary")), 4, 15
     params, tokens = drawn_params(model), jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
     text = jnp.concatenate([tokens[:, :length], jnp.full((1, K - 1), mask)], axis=1)
@@ -49,9 +47,7 @@ def test_one_call_gives_the_distributions_of_text_and_masks():
 
 
 def test_the_marginals_are_those_of_transformers(tmp_path):
-    """Compares with a Llama that reads text and masks in one causal pass; tokens behind the text
-    make no difference.
-    """
+    """A Llama reads text and masks in one causal pass; tokens behind the text have no effect."""
     theirs, K = golden.read(golden.PARD), golden.MASKS + 1
     checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
     model = TransformerLM(checkpoint.config)

@@ -31,7 +31,7 @@ ROWS_APART = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]
 
 @pytest.mark.parametrize("drafter", slow_but(DRAFTERS, *DRAFTERS[1::2]))
 def test_coupled_stream_is_the_autoregressive_stream(drafter):
-    """Tokens are equal for the same seed, with every temperature, K and drafter."""
+    """For one seed, tokens are equal under every temperature, K and drafter."""
 
     def run(drafter):
         loop = table_loop(CoupledRule(), drafter, V)
@@ -59,9 +59,7 @@ def test_greedy_speculative_is_greedy(drafter, rule):
 # The token rule draws as the block rule does.
 @pytest.mark.parametrize("rule", [BlockRule(), CoupledRule()])
 def test_sample_depends_on_its_address_only(rule):
-    """Tokens do not depend on neighbours, their number, padding, slots, slices of the run, or the
-    budget.
-    """
+    """Tokens do not depend on other rows, their number, padding, slots, slices or the budget."""
     loop = table_loop(rule, ModelDrafter(TableLM(V), 4), V)
     warp, length = chain(temperature(0.9)), 24
 
@@ -71,10 +69,10 @@ def test_sample_depends_on_its_address_only(rule):
         ).emitted(length)
 
     def many(ids, prompts=PROMPTS, budgets=(length,) * 4, **options):
-        """Five times two samples of each, more rows than are written one by one; the first sample
-        of each.
+        """Decodes two samples of each prompt five times, in more rows than are written one by one,
+        and returns the first samples.
         """
-        shape = {"samples": 2, "padded_length": 7, "slots": 96}  # of one program
+        shape = {"samples": 2, "padded_length": 7, "slots": 96}  # shapes of one program
         return run(prompts * 5, ids * 5, budgets * 5, **shape, **options)[::2].reshape(5, 4, length)
 
     ids = [100, 7, 2, 55]

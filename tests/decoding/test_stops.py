@@ -1,6 +1,4 @@
-"""Strings that end texts: wherever they begin, the same text, tokens and counts as if decoding had
-stopped there.
-"""
+"""A text that a string ends, at any place, has the tokens and counts of a run that ends there."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,9 +34,7 @@ def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])
 def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
-    """A budget of n tokens and a text cut after n: the same rounds, so the same counts; drafts vary
-    in length.
-    """
+    """A run of n tokens has the counts of a text cut after n tokens, with drafts of any length."""
     loop = table_loop(BlockRule(), drafter, keep_rounds=True)
     draft = NEAR if drafter.K == 3 else None
 

@@ -1,6 +1,4 @@
-"""Texts, pieces of streams and stop texts, over tokenizers in many styles, compared with whole
-decoding.
-"""
+"""Texts, streamed pieces and stop texts equal whole decoding, for tokenizers in many styles."""
 
 import dataclasses
 import itertools
@@ -47,9 +45,7 @@ several = settings(
 
 
 def reference(text, tokens):
-    """The library's text of tokens in which no byte is amiss: a run of bytes is mended before the
-    library reads it.
-    """
+    """Returns the library's text of tokens, after invalid runs of bytes are replaced."""
     pieces = [text.token(token) for token in tokens if token not in text._special]
     ids, byte = [], re.compile("<0x([0-9A-F]{2})>")
     for is_byte, run in itertools.groupby(
@@ -68,7 +64,7 @@ def reference(text, tokens):
 
 
 def complete(text, tokens):
-    """The beginning of the text that no further tokens change."""
+    """Returns the beginning of the text that stays the same under any further tokens."""
     whole = reference(text, tokens)
     if not whole.endswith(REPLACED):
         return whole
@@ -83,7 +79,7 @@ def complete(text, tokens):
 
 
 def byte_token(text, value):
-    """The token of a byte; None for a tokenizer that has no bytes."""
+    """Returns the token of a byte; None for a tokenizer without bytes."""
     letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
     return text._tokenizer.token_to_id(
         letters[value] if text._is_byte_level else f"<0x{value:02X}>"
@@ -92,7 +88,7 @@ def byte_token(text, value):
 
 @st.composite
 def written(draw, style):
-    """Tokens of a text, of any ids, or of both, with bytes that are no text."""
+    """Draws a list of tokens: of words, of any ids, and of bytes that form no text."""
     text = tokenizer(style)
     words = st.lists(st.sampled_from(WORDS), max_size=6).map(
         lambda some: text.encode("".join(some))
@@ -158,7 +154,7 @@ def test_a_prompt_and_the_pieces_of_its_continuation_are_the_whole_text(style):
 
 @pytest.mark.parametrize("style", ALL)
 def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
-    """Whatever its tokens, in the fewest tokens, and a stream shows nothing of it."""
+    """A stop text is found in any tokens, as early as possible, and is never streamed."""
     text = tokenizer(style)
     pair = pair_of(text)
 
@@ -175,7 +171,7 @@ def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
         before = len(starts[min(least, len(tokens))])
 
         def begin(end):
-            """Where the first stop text begins that ends behind the least tokens."""
+            """Returns the first start of a stop text that ends after the least tokens, or None."""
             found = [
                 at
                 for entry in entries
@@ -206,8 +202,8 @@ def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_stop_text_that_is_the_name_of_a_piece_is_a_text(style):
-    """Byte-level tokenizers name the byte E9 "é"; SentencePiece names spaces "▁"; Gemma has tokens
-    of several.
+    """Byte-level tokenizers name byte E9 "é"; SentencePiece names spaces "▁", Gemma also runs of
+    them.
     """
     for text in (tokenizer(style), tokenizer("gemma3")):
         pair = pair_of(text)
@@ -231,9 +227,7 @@ def test_only_the_name_of_a_token_without_text_stands_for_the_token():
 
 
 def test_a_word_ends_a_text_alike_with_and_without_a_word_after_it():
-    """SentencePiece has a token "▁Human", whose text is " Human", or "Human" where a text
-    begins.
-    """
+    """The text of SentencePiece's token "▁Human" is " Human", or "Human" at the start of a text."""
     text = tokenizer("t5")
     assert text.encode("Human") == [text.token_id("▁Human")] == [text.token_id("Human")], (
         "the control"
@@ -288,7 +282,7 @@ def test_a_budget_that_ends_inside_a_character_loses_none_before_it():
 
 @dataclasses.dataclass(frozen=True)
 class Script(ByteTokenizer):
-    """Gives id n the n-th token of a text, so that a model that counts writes the text."""
+    """Maps id n to the n-th token of a text, so that a counting model writes the text."""
 
     inner: object
     tokens: tuple
@@ -303,7 +297,7 @@ class Script(ByteTokenizer):
 
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen", "chatglm"])
 def test_generated_and_streamed_texts_are_the_whole_text_at_every_budget(style):
-    """Whether a budget ends them, inside a character or not, or a stop text."""
+    """A text may end by its budget, inside a character too, or by a stop text."""
     text = tokenizer(style)
     tokens = text.encode(" é» ሰላም Human\ufffd is 👩‍👧 .")
     pair = dataclasses.replace(counting_pair(), tokenizer=Script(text, tuple(tokens)))

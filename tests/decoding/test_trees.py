@@ -1,6 +1,4 @@
-"""Token trees through the whole loop: texts are exact, slots are moved, and each mistake
-is caught.
-"""
+"""Token trees through the loop: texts are exact, slots are moved, and mistakes are caught."""
 
 import dataclasses
 
@@ -53,7 +51,7 @@ from support.loop_distributions import (
 from support.weights import drawn_params
 
 FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]
-# An inner node behind a leaf, a leaf that the draft never reads.
+# Depth 2 has an inner node and two leaves; the draft does not read leaves.
 TREE = TreeShape((0, 0, 1, 1, 2, 3))
 
 
@@ -73,7 +71,7 @@ def weights_of(head):
 EAGLE = eagle3(V)
 PRUNED = Growth(depth=3, expanded=2, children=3, nodes=5)
 BLOCK = block(V)
-# Other trees and rules: test_pairs.py.
+# Further trees and rules: test_pairs.py.
 CASES = {
     "recursive": (table_loop(RecursiveRule(), model()), FAR, FULL),
     "top and drawn": (table_loop(TraversalRule("top_and_drawn"), model()), NEAR, LIKELY),
@@ -144,9 +142,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("drafter", slow_but(SMALL_TREES, *SMALL_TREES[:2]))
 def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
-    """Texts equal token by token, with log-probabilities, budgets and stops: rows, slots and
-    positions are right.
-    """
+    """Equal tokens, log-probabilities and ends show that rows, slots and positions are right."""
     apart = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
     for stop_ids in ((-1,), (6,)):
         options = dict(samples=4, stop_ids=stop_ids)
@@ -159,9 +155,7 @@ def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
 
 
 def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
-    """The control of the test above: the rows of the first nodes are taken for those of
-    the path.
-    """
+    """The control of the test above takes the rows of the first nodes for the rows of the path."""
 
     def first_rows(self, verdict):
         depth = verdict.rows_BT.shape[1]
@@ -170,7 +164,7 @@ def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
 
     right = TargetDistributions.along
     monkeypatch.setattr(TargetDistributions, "along", first_rows)
-    # Slots that no other test has: the program is traced anew.
+    # No other test has this number of slots, so that the program is traced anew.
     wrong, plain = (
         texts_of(drafter, CoupledRule(), chain(temperature(1.0)), slots=128)
         for drafter in (SMALL_TREES[0], NoDrafter())
@@ -180,7 +174,7 @@ def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
 
 
 def test_a_greedy_row_in_a_batch_of_trees():
-    """All its siblings except the first are dead."""
+    """Of a greedy row's siblings, all but the first are dead."""
     sampling = chain(temperature([0.0, 1.0, 0.0, 0.7]))
     plain = texts_of(NoDrafter(), TokenRule(), greedy())
     mixed = texts_of(SMALL_TREES[0], RecursiveRule(), sampling)
@@ -189,12 +183,12 @@ def test_a_greedy_row_in_a_batch_of_trees():
         assert np.array_equal(mixed.tokens_BS[row, :length], plain.tokens_BS[row, :length])
 
 
-# The nodes of a path are drawn from what a chain of the same tokens is drawn from.
+# Each path of a tree has the distributions of a chain with the same tokens.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Given(Rule):
-    """Draws the tokens that are given."""
+    """Draws the given tokens."""
 
     tokens_BK: jax.Array
 
@@ -214,7 +208,7 @@ def paths_of(parents):
 
 
 def largest_error(kind, of_chains, mutant=None):
-    """Returns by how much the probabilities of a node's children differ from those in a chain."""
+    """Returns the largest difference of a child's probability from its probability in a chain."""
     (pair, drafter, *_), (_, chains, *_) = DRAFTERS[kind](), DRAFTERS[of_chains]()
     if mutant is not None:
         drafter = mutant(drafter.target, drafter.head, tree=drafter.tree)
@@ -258,12 +252,12 @@ OF_CHAINS = {
 
 @pytest.mark.parametrize("kind", slow_but(OF_CHAINS, "EAGLE-3 tree"))
 def test_each_path_of_a_tree_is_drafted_as_a_chain(kind):
-    """Also with penalties, which count the tokens of the path."""
+    """Penalties are included: they count the tokens of the path."""
     assert largest_error(kind, OF_CHAINS[kind]) < 1e-4
 
 
 def test_nodes_that_are_read_with_the_feature_of_the_root_are_seen():
-    """It costs acceptance alone."""
+    """The mistake lowers acceptance only, and no text shows it."""
     assert largest_error("EAGLE-3 tree", "EAGLE-3", mutants.RootsFeature) > 0.01
 
 
@@ -276,9 +270,9 @@ def test_statistics_count_by_depth():
     accepted_B = (stats.accepted_BT * np.arange(5)[None]).sum(1)
     assert np.array_equal(accepted_B, state.from_draft_BS.sum(1))
     assert np.array_equal(stats.reached_BK[:, 0], stats.rounds_B)
-    # Some nodes at depth 2 are leaves: a round that ends there verified no third position.
+    # Some nodes at depth 2 are leaves: a round that ends at one verifies no third position.
     assert int(stats.reached_BK[:, 2].sum()) < int(stats.accepted_BT[:, 2:].sum())
-    # A text that is cut afterwards has the counts of one that the loop had ended there.
+    # A text that is cut afterwards has the counts of a run that ends there.
     for row, prompt in ((0, 1), (70, 3), (140, 7)):
         emitted = slice(prompt, int(state.lengths_B[row]))
         rounds, from_draft = (

@@ -1,6 +1,4 @@
-"""A draft model of another tokenizer: texts are exact, and the draft reads the target's text in its
-own ids.
-"""
+"""A draft model with another tokenizer: texts are exact, and it reads them in its own ids."""
 
 import dataclasses
 import itertools
@@ -26,7 +24,7 @@ from support.fakes import FALSE_ALARM, TableLM, decode, prefill, random_table, t
 from support.loop_distributions import FULL, TARGET, V, distribution_test
 
 DRAFT_SIZE = 4
-# Target token 1 is two draft ids. Draft id 3 alone is no target token.
+# Target token 1 is the draft ids 3 and 1, each of which alone is no target token.
 SHARED = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], DRAFT_SIZE, begin=(1,))
 ALL = SharedVocabulary([2, 1, 0], [[2], [1], [0]], DRAFT_SIZE)
 DRAFT = random_table(3, DRAFT_SIZE)
@@ -51,7 +49,7 @@ def test_the_text_has_the_distribution_of_the_target():
 
 @dataclasses.dataclass(frozen=True)
 class OneToken(TranslatingDrafter):
-    """A mutant: one token is drawn from a distribution, and verified with another."""
+    """A mutant: draws one token from a distribution, and reports a different one."""
 
     def propose(self, weights, state, prefix, cache, sample):
         of_model = dataclasses.replace(weights, draft=weights.draft.model)
@@ -71,7 +69,7 @@ class OneToken(TranslatingDrafter):
 
 
 class OtherIdsAreTokenZero(OneToken):
-    """Verifies token 0 with the probability of the ids that no target token has."""
+    """Reports token 0 with the probability of all ids without a target token added."""
 
     def distributions(self, logits_BU, logits_BV):
         log_probs_BV = restrict(
@@ -84,7 +82,7 @@ class OtherIdsAreTokenZero(OneToken):
 
 
 class TwoIdsForOneToken(OneToken):
-    """Draws target token 0 for draft ids 2 and 3, and verifies it with the probability of id 2."""
+    """Draws target token 0 for draft ids 2 and 3, and reports the probability of id 2 alone."""
 
     def distributions(self, logits_BU, logits_BV):
         both_BV = logits_BV.at[:, 0].set(jnp.logaddexp(logits_BU[:, 2], logits_BU[:, 3]))
@@ -98,16 +96,14 @@ def test_another_distribution_than_the_drawn_one_is_caught(mutant):
     assert p_value < FALSE_ALARM**2
 
 
-# What the draft reads: its distributions are those of the draft model alone, on the same ids.
+# Input of the draft: its distributions equal the draft model's own on the same ids.
 
 PROMPTS = [[0], [1, 1, 2, 1, 0], [2, 0, 1, 1]]
 DRAWN = chain(temperature(1.0))
 
 
 def alone(vocabulary, text):
-    """Returns the distribution of the draft model alone after a text of the target, float
-    ``[V]``.
-    """
+    """Returns the draft model's own distribution after a text of the target, float ``[V]``."""
     reading = [[i for i in ids if i >= 0] for ids in np.asarray(vocabulary.reading_VM)]
     ids = [DRAFT_SIZE] * 3 + [
         *vocabulary.begin,
@@ -120,9 +116,7 @@ def alone(vocabulary, text):
 
 
 def worst_error(loop, rounds=6, state=None):
-    """Returns the largest difference, over some rounds, of a drafted token's distribution from the
-    draft's alone.
-    """
+    """Returns the largest difference of drafted distributions from `alone`, over some rounds."""
     weights = Weights(target=TARGET, draft=weights_of(SHARED))
     state = (
         prefill(loop, TARGET, weights.draft, PROMPTS, 30, DRAWN, samples=4, slots=60)
@@ -145,12 +139,12 @@ def worst_error(loop, rounds=6, state=None):
 
 @pytest.mark.slow
 def test_the_draft_reads_the_text_in_its_own_ids():
-    """Also in chunks, and after pauses: test_next_round.py."""
+    """Chunks and pauses: test_next_round.py."""
     assert worst_error(loop_of(K=3, window=3)) < 1e-6
 
 
 class OneIdShort(TranslatingDrafter):
-    """The mutant: the first call of a round feeds M ids, where M + 1 may be new."""
+    """A mutant: the first call of a round feeds one id, although more may be new."""
 
     def propose(self, weights, state, prefix, cache, sample):
         def chain(K, first, step, carry, sample=sample):
@@ -178,7 +172,7 @@ def test_other_bytes_and_a_cache_that_is_one_id_short_are_caught():
 
 
 def test_a_row_whose_draft_text_is_too_long_goes_on_without_a_draft():
-    """The draft has 20 positions; the text does not change."""
+    """The draft has 20 positions; the target's text does not change."""
     short = Loop(
         target=TableLM(V),
         drafter=TranslatingDrafter(TableLM(DRAFT_SIZE, max_positions=20), SHARED, 2),

@@ -1,6 +1,4 @@
-"""The target drafts for itself with a window: its drafts are those of a masked cache, and leave no
-trace in the text.
-"""
+"""The target drafts for itself with a window, as from a masked cache; texts do not change."""
 
 import dataclasses
 
@@ -46,8 +44,7 @@ def test_a_copy_of_more_slots_than_the_cache_drafts_what_the_target_writes():
     assert all(row.stats.rounds == TOKENS // (K + 1) for row in made)
 
 
-# Drafts have the distributions of a target with all slots, whose mask shows the sinks and the
-# window alone.
+# Drafts have the distributions of a target whose mask shows the sinks and the window alone.
 
 
 class CutsLater:
@@ -64,9 +61,7 @@ class CutsLater:
 
 
 class ReadsASlotTooFar(WindowDrafter):
-    """A mutant: its window ends with the slot of the pending token, which holds a
-    rejected token.
-    """
+    """A mutant: its window ends with the pending token's slot, which holds a rejected token."""
 
     def propose(self, weights, state, prefix, cache, sample):
         shifted = dataclasses.replace(self)
@@ -75,9 +70,7 @@ class ReadsASlotTooFar(WindowDrafter):
 
 
 def worst_difference(name, drafter, monkeypatch, rounds=6):
-    """Returns the largest difference of a drafted token's distribution from the masked target's,
-    over some rounds.
-    """
+    """Returns the largest difference of drafted distributions from a masked target's."""
     model, slots = MODELS[name], 40
     loop = Loop(target=model, drafter=drafter, rule=TokenRule())
     weights = pair_of(name).weights(drafter, slots)
@@ -117,7 +110,9 @@ def worst_difference(name, drafter, monkeypatch, rounds=6):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rotary", "relative, cpu", "n-grams"])
 def test_drafts_have_the_distributions_of_a_masked_target(name, monkeypatch):
-    """Of relative positions a copy knows the nearest distances alone, so that sinks differ."""
+    """With relative positions, a copy has the nearest distances only, so that sinks would
+    differ.
+    """
     sinks = 0 if name.startswith("relative") else SINKS
     assert worst_difference(name, WindowDrafter(MODELS[name], K, WINDOW, sinks), monkeypatch) < 1e-5
 
@@ -129,7 +124,7 @@ def test_a_window_of_other_slots_is_seen(monkeypatch):
 
 
 def readers(jaxpr, slots):
-    """Returns the names of the operations that read an array of a cache with so many slots."""
+    """Returns the names of the operations that read an array of a cache with this many slots."""
     names = set()
     for equation in jaxpr.eqns:
         inner = list(jaxprs.jaxprs_in_params(equation.params))
@@ -142,7 +137,7 @@ def readers(jaxpr, slots):
 
 
 def test_a_draft_reads_slices_of_the_cache_alone():
-    """The control is a window over the whole context, whose copy has as many slots."""
+    """The control is a window over the whole context, whose copy has as many slots as the cache."""
     model, slots = MODELS["rotary"], 46
 
     def read(window):

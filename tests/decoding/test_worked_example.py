@@ -1,4 +1,4 @@
-"""The two rounds that the docstring of `specsamp.decoding.state` shows are what the loop does."""
+"""The loop reproduces the two rounds in the docstring of `specsamp.decoding.state`."""
 
 import dataclasses
 import re
@@ -17,9 +17,7 @@ TEXT = [5, 8, 3, 4, 9, 1, 6]
 
 @dataclasses.dataclass(frozen=True)
 class Recites(LanguageModel):
-    """Writes ``TEXT``, each token after the one before it; its cache holds the tokens that it has
-    read.
-    """
+    """Writes ``TEXT``, a successor for each token; its cache holds the tokens that it has read."""
 
     vocab_size: int = 10
 
@@ -54,7 +52,7 @@ class Proposes(Drafter):
 def test_two_rounds_are_those_of_the_docstring():
     loop = Loop(target=Recites(), drafter=Proposes(), rule=TokenRule())
     shown = re.findall(r"tokens_BS \[(.*?)\]   lengths_B (\d)", state.__doc__)[1:]
-    held = ([5, 8, 3, 7], [5, 8, 3, 4, 9, 1])  # by the cache, after each round
+    held = ([5, 8, 3, 7], [5, 8, 3, 4, 9, 1])  # tokens in the cache after each round
     for (tokens, length), budget, slots in zip(shown, (2, 5), held, strict=True):
         after = decode(loop, None, None, [TEXT[:2]], budget, greedy(), slots=10).state
         committed = np.asarray(after.tokens_BS)[0, : int(length)]

@@ -1,4 +1,4 @@
-"""Processes with eight devices together: the tokens of one, checkpoints, and how a job ends."""
+"""Two processes with eight devices: the tokens of one process, checkpoints, and ends of a job."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-# A busy machine may answer late; only what waits for a lost heartbeat has little patience.
+# A busy machine may answer late; only tests of a lost process have short timeouts.
 PATIENT = {"SPECSAMP_HEARTBEAT_SECONDS": "300", "SPECSAMP_CONNECT_SECONDS": "300"}
 
 
@@ -73,7 +73,7 @@ def test_processes_decode_save_and_read_like_one(tmp_path):
         results = np.load(tmp_path / f"decoded{process}.npy", allow_pickle=True).item()
         assert [*results] == ["one model over both", "rows over both, streamed", "queue", "service"]
         for how, tokens in results.items():
-            # The first process alone has what it was asked.
+            # Only the first process has the texts of the service.
             assert tokens == (expected if process == 0 or how != "service" else []), (process, how)
 
     # A checkpoint crosses layouts and processes, in both directions.
@@ -159,23 +159,21 @@ def begin_both(script, *arguments, folders=(ROOT, ROOT)):
 
 
 def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
-    """Runs a command as two processes to its end, and returns what each printed."""
+    """Runs a command as two processes, and returns their outputs."""
     codes, outputs = finish(begin_both(script, *arguments, folders=folders), timeout)
     assert codes == [code] * 2, "\n".join(outputs)
     return outputs
 
 
 def launch_alone(script, *arguments):
-    """Runs the same in this process, with 8 devices."""
+    """Runs the same command in this process, with 8 devices."""
     done = run_script.call(script, *arguments)
     assert not done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
-    """The same texts, hence the same counts, as eight devices of this process; a draft is a model
-    less to compile.
-    """
+    """Counts equal a run on eight devices of this process; prompt lookup compiles no draft."""
     output = tmp_path / "result.json"
     fields = {
         "mesh.model": 4,
@@ -204,7 +202,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
-    """The first process keeps the texts, and tells the other what is to be decoded."""
+    """The first process holds the texts, and sends the second one each request."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     results = []
     flags = "--task=python --samples=2 --blocks=1 --methods=token --config.max_new_tokens=6".split()
@@ -223,7 +221,7 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
 
 @pytest.mark.slow
 def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path):
-    """The text is that of one process."""
+    """The text equals the text of one process."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     flags = [
         f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
@@ -254,7 +252,7 @@ def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Flags of a short training on a few files."""
+    """Returns the flags of a short training on a few files."""
     folder = tmp_path_factory.mktemp("texts")
     for i in range(12):
         functions = (
@@ -279,7 +277,7 @@ def small(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path, small):
-    """Trains a draft on text that its target writes, with two processes."""
+    """A draft, trained on text of its target, has the same losses with two processes."""
     config = f"--config={ROOT}/configs/python_pair.py:tiny_"
     launch_alone("train", f"{config}target", f"--workdir={tmp_path}/target", *small)
     losses = []

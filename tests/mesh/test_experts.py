@@ -1,6 +1,4 @@
-"""Experts over a mesh, whole ones on each device or a part of the width of each: the answer of one
-device.
-"""
+"""Experts over a mesh, split by expert or by width, have the logits of one device."""
 
 import dataclasses
 import re
@@ -44,11 +42,10 @@ SPLITS = [
     "count, width, weight_dtype, part, length, inner", slow_but(SPLITS, *SPLITS[1:3])
 )
 def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length, inner):
-    """Splits by width into whole tiles, by expert where there are none, by both, or by width where
-    neither divides.
+    """Covers splits by expert, by width, and by both.
 
-    One all-reduce sums over devices, and no weight moves. Few tokens, and so many that they are
-    sorted in blocks.
+    One all-reduce sums over devices, and no weight moves. A call has few tokens, or so many that
+    they are sorted in blocks.
     """
     model = model_of(count, width, weight_dtype)
     params, tokens_BT = (
@@ -71,13 +68,13 @@ def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length
     collectives = re.findall(
         r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\(", compiled.as_text()
     )
-    # Embedding, layer, logits.
+    # Sums of embedding, attention and experts; gathered logits.
     assert sorted(collectives) == ["all-gather", "all-reduce", "all-reduce", "all-reduce"]
 
 
 @pytest.mark.parametrize("count, inner, part", [(8, 24, (4, 24, 128)), (6, 32, (6, 16, 128))])
 def test_kernels_of_devices_add_up(count, inner, part, monkeypatch):
-    """Whole experts, of which each device finds its own, and a part of the width of each."""
+    """A device has some whole experts, which it selects itself, or a part of the width of each."""
     model, called = model_of(count, inner, width=128, head_size=16), []
     params, tokens_BT = drawn_params(model), np.arange(10, dtype=np.int32).reshape(2, 5)
     mesh = make_mesh(1, 2, devices=jax.devices()[:2])

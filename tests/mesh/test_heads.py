@@ -1,6 +1,4 @@
-"""Heads on a mesh: the tokens of one device, all arrays in their places, and rows that move between
-batches.
-"""
+"""Heads on a mesh: tokens of one device, placement of all arrays, rows that enter a batch."""
 
 import dataclasses
 import re
@@ -52,7 +50,7 @@ SAMPLING = chain(temperature(1.0))
 
 
 def noisy(model, seed):
-    """Every weight differs from what it begins as, and ids of a reduced vocabulary are apart."""
+    """Returns weights unlike their initial values, and spread ids of a reduced vocabulary."""
     return jax.tree.map(
         lambda x: x if x.dtype == jnp.float32 else 2 * x, drawn_params(model, seed, noise=0.1)
     )
@@ -83,7 +81,7 @@ def engine_of(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair, draft", [("eagle3", 1), ("modules", None)], indirect=["pair"])
 def test_tokens_of_one_device(pair, alone, draft):
-    """Other heads, on meshes of two devices: decoding/test_pairs.py."""
+    """Further heads, on meshes of two devices: decoding/test_pairs.py."""
     sharded = shard(pair, make_mesh(2, 4), draft_model_parallelism=draft)
     call = dict(rule=BlockRule(), sampling=SAMPLING, draft_length=3)
     assert [c.tokens for c in generate(sharded, PROMPTS, BUDGETS, **call)] == [
@@ -97,7 +95,7 @@ def test_tokens_of_one_device(pair, alone, draft):
 
 
 def test_a_module_with_experts_has_the_features_of_one_device():
-    """Its experts are split as a target's are: one all-reduce sums over them, and none is moved."""
+    """Experts are split as in a target: one all-reduce sums over them, and no expert is moved."""
     head = MTPConfig(layer=SPARSE, target_layers=2, hidden_layers=(2,)).head()
     params, layout = noisy(head, 1), Layout.tensor_parallel(make_mesh(1, 8))
     x_BTD = jax.random.normal(jax.random.key(2), (2, 3, SPARSE.width))
@@ -115,7 +113,7 @@ def test_a_module_with_experts_has_the_features_of_one_device():
 
 
 def collectives(text):
-    """Every collective of a program but sums, with the shape it makes."""
+    """Returns the collectives of a program, except sums, with the shapes of their results."""
     kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
     return {
         (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]* ({kinds})\(", text)
@@ -146,7 +144,7 @@ def test_everything_stays_where_it_is(pair, model):
     bare = dataclasses.replace(state, request=None)
     compiled = engine.loop.program.lower(engine.weights, state.request, bare, 9).compile()
     rows, tokens = len(state.lengths_B), 32 if "output" in params else 96
-    # Along a leading axis.
+    # Gathered along a leading axis.
     shapes = f"f32[{model},{rows},1,{tokens // model}]", f"f32[{model},{rows},4,{96 // model}]"
     gathered = {("all-gather", shape) for shape in shapes}
     assert collectives(compiled.as_text()) == gathered

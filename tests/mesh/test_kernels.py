@@ -1,6 +1,4 @@
-"""Kernels over a mesh: each device calls them for its own heads, also within the shards
-of a batch.
-"""
+"""Kernels over a mesh: each device calls them for its own heads, within shards of a batch."""
 
 import dataclasses
 import functools
@@ -35,9 +33,9 @@ from support.extras import slow_but
 from support.weights import drawn_params
 
 SLOTS = 128
-# Norms and rotations by kernels, too.
+# Norms and rotations are kernels, too.
 NORMED = dict(width=128, positions="rotary", query_key_norm=True, attention_sinks=True)
-# Mesh, heads, kv heads, size of a head, and what else differs.
+# Mesh, heads, kv heads, size of a head, further changes.
 MESHES = {
     "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 128, NORMED),
     "three for two": (
@@ -113,7 +111,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
 
 
 def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
-    """Kernels know the mesh; a pair that is sharded again has kernels of its new mesh."""
+    """Kernels have the mesh of their pair, also after the pair is sharded again."""
     model = TransformerLM(tiny(num_kv_heads=2))
     params = drawn_params(model)
     pair = Pair(target=model, target_params=params, draft=model, draft_params=params)

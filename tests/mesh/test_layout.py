@@ -1,4 +1,4 @@
-"""The rules of a layout: what they split, and what they refuse."""
+"""The rules of a layout: splits of axes, and refusals."""
 
 import jax
 import pytest
@@ -69,7 +69,7 @@ def test_a_draft_on_fewer_ways():
 
 
 def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
-    """Splits the heads of the paper's pair over the 256 chips of a v5e:16x16."""
+    """The heads of the paper's pair do not divide over the 256 chips of a v5e:16x16."""
 
     def axes(names):
         return {"axis_names": names, "axis_types": (AxisType.Auto,) * len(names)}

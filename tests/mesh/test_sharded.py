@@ -1,4 +1,4 @@
-"""On every mesh the tokens of one device, and all arrays in their places."""
+"""Every mesh gives the tokens of one device, and has all arrays in their places."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from support.fakes import TableLM, random_table
 from support.weights import drawn_params
 
 SAMPLING = chain(temperature(0.8), top_p(0.9))
-PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: no multiple of any number of shares
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: not a multiple of any shard count
 BUDGETS = [20, 5, 30, 9, 1]
 
 
@@ -54,7 +54,7 @@ def table_pair():
 
 @pytest.fixture(scope="module")
 def transformer_pair():
-    """Makes models of one layer; the model that is called in parts below has two."""
+    """Returns a pair of models with one layer each."""
     shape = {"num_heads": 8, "num_layers": 1}
     # Fewer kv heads than devices.
     target = TransformerLM.for_backend(tiny(width=64, num_kv_heads=2, **shape))
@@ -66,12 +66,12 @@ def transformer_pair():
 
 @pytest.fixture(scope="module")
 def alone(transformer_pair):
-    """Decodes sampled and greedy rows in one batch, on one device."""
+    """Returns completions of sampled and greedy rows in one batch, on one device."""
     return generate(transformer_pair, PROMPTS, BUDGETS, sampling=by_row(5), **CALL)
 
 
 def by_row(rows):
-    """Returns the temperatures of five rows, repeated."""
+    """Returns the sampling of five rows, repeated."""
     return chain(temperature((2 * [0.8, 0.0, 0.5, 0.8, 1.2])[:rows]), top_p(0.9))
 
 
@@ -96,10 +96,10 @@ def test_tokens_of_table_models(table_pair):
 
 @pytest.mark.slow
 def test_rows_are_sampled_apart(transformer_pair, alone):
-    """Each device samples its rows of the logits; tokens and what the loop keeps are the same
-    everywhere.
+    """Each device samples its rows of the logits; tokens equal one device's, and each shard has its
+    state on all its devices.
     """
-    rows = 4  # of each half of the mesh; eight rows are five and three of them again
+    rows = 4  # in each half of the mesh; rows 5 to 7 repeat rows 0 to 2
     prompts, budgets, ids = PROMPTS + PROMPTS[:3], BUDGETS + BUDGETS[:3], [0, 1, 2, 3, 4, 0, 1, 2]
     mesh = make_mesh(2, 4, rows=rows)
     pair = shard(transformer_pair, mesh)
@@ -123,9 +123,7 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
 
 
 def test_a_model_on_a_mesh_can_be_called_in_parts():
-    """Embed, layers and unembed are one call, hidden states included; moved slots are those of one
-    device.
-    """
+    """Embed, layers and unembed equal one call, with its hidden states and moved slots."""
     model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
     params = drawn_params(model)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (8, 5), 0, 64), jnp.arange(8)
@@ -155,8 +153,8 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_model_parallelism", [1, 2])
 def test_everything_is_where_it_should_be(transformer_pair, alone, draft_model_parallelism):
-    """Parameters, weights, caches before and after the loop; and the tokens are those of one
-    device. Four devices have one draft each, or two, and two key heads.
+    """Parameters, weights and caches are in place before and after the loop, and tokens equal one
+    device's. Four devices hold a draft each, or two drafts and split the two key heads.
     """
     mesh = make_mesh(2, 4, draft_model_parallelism=draft_model_parallelism)
     pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)

@@ -1,4 +1,4 @@
-"""The catalogue of slices: what it holds, and what it refuses with the closest names."""
+"""The catalogue of slices: its entries, and names in common use."""
 
 import math
 

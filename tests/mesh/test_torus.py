@@ -1,4 +1,4 @@
-"""Meshes over TPU slices that are described: every split has boxes of neighbours."""
+"""Meshes over described TPU slices: every split consists of boxes of neighbours."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ NOT_SOLD = ["v4:4x4x20", "v4:2x2x8", "v5e:2x8", "v6e:4x16"]
 
 @functools.cache
 def devices(topology):
-    """Returns the devices of a described slice, in an order of their own."""
+    """Returns the devices of a described slice, shuffled."""
     found = described_mesh(topology).devices.ravel().tolist()
     random.Random(topology).shuffle(found)
     return found
@@ -104,11 +104,11 @@ def test_larger_slices_and_slices_that_are_not_sold_have_boxes_of_neighbours(top
 @pytest.mark.parametrize(
     "topology, data, replica, model, copy_box, model_box",
     [
-        ("v5e:16x16", 16, 1, 16, (4, 4, 1), (4, 4, 1)),  # no line, see the module
+        ("v5e:16x16", 16, 1, 16, (4, 4, 1), (4, 4, 1)),  # not a line, see `specsamp.mesh.torus`
         ("v5e:16x16", 8, 1, 32, (16, 2, 1), (16, 2, 1)),  # 9 hops with wraparound, 8 x 4 has 10
         ("v6e:8x8", 1, 4, 16, (8, 8, 1), (4, 4, 1)),
         ("v4:4x4x4", 8, 1, 8, (2, 2, 2), (2, 2, 2)),
-        ("v4:4x4x4", 4, 1, 16, (4, 4, 1), (4, 4, 1)),  # all-reduces over whole axes go at once
+        ("v4:4x4x4", 4, 1, 16, (4, 4, 1), (4, 4, 1)),  # all-reduces over whole axes run at once
         ("v4:2x4x4", 2, 2, 8, (1, 4, 4), (1, 4, 2)),
         ("tpu7x:2x2x2", 4, 1, 4, (2, 1, 1), (2, 1, 1)),  # both devices of a chip first
     ],
@@ -205,7 +205,7 @@ def test_boxes_that_do_not_divide_are_refused():
 
 
 def test_a_part_of_a_slice_has_a_mesh_of_its_own():
-    """Its coordinates do not begin at 0."""
+    """The coordinates of a part need not begin at 0."""
     corner = [device for device in devices("v4:4x4x4") if min(device.coords) >= 2]
     mesh = make_mesh(2, 4, devices=corner)
     assert set(mesh.devices.flat) == set(corner)

@@ -1,6 +1,4 @@
-"""A tree scored in one call equals each of its paths scored alone, and can be cut down to one of
-them.
-"""
+"""A tree scored in one call equals its paths scored alone, and can be reduced to one path."""
 
 import functools
 
@@ -80,9 +78,7 @@ def nodes(seed=2):
 
 
 def score_paths(model, weights, cache, tokens_BT):
-    """Returns each node's logits in a chain of its ancestors, padded so that all calls have one
-    shape.
-    """
+    """Returns each node's logits in a chain of its ancestors, padded to one shape."""
     logits = np.zeros((*tokens_BT.shape, 64), np.float32)
     for t in range(tokens_BT.shape[1]):
         paths = [ancestors(parents)[t] for parents in PARENTS]
@@ -113,7 +109,7 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
         "the control: other ancestors"
     )
 
-    # The accepted path is moved together; then the next call is that of a chain.
+    # Once the accepted path is compacted, the next call equals that of a chain.
     kept = compact(model, output.cache, start_B, jnp.asarray(PATHS, jnp.int32), PARENTS.shape[1])
     chain_BT = np.take_along_axis(tokens_BT, np.array(PATHS), axis=1)
     chained = call(model, weights, chain_BT, start_B, cache).cache
@@ -126,7 +122,7 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
 
 @pytest.mark.parametrize("scheme", ["rotary", "relative, windowed", "n-grams"])
 def test_a_tree_may_be_scored_in_several_calls(scheme):
-    """As a drafter does that grows it: the later call sees slots of the earlier one, R > T."""
+    """Drafters that grow a tree do so: the later call sees slots of the earlier call, R > T."""
     model, weights = prepared(scheme)
     cache, tokens_BT, start_B = (
         cached_prompts(model, weights),

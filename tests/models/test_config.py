@@ -1,4 +1,4 @@
-"""Counts, names and shapes of parameters, and what a wrong shape is told."""
+"""Counts, names, axes and shapes of parameters."""
 
 import dataclasses
 import functools
@@ -44,9 +44,7 @@ CONFIGS = {name: tiny(**changes) for name, changes in SHAPES.items()} | MODELS
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_counts_axes_and_json(name):
-    """The formula counts the parameters of the module; axes name each; a config comes back from
-    JSON.
-    """
+    """The formula counts the module's parameters, each has its axes, and a config survives JSON."""
     config = CONFIGS[name]
     assert config.num_parameters == count(config)
     axes = TransformerLM(config).param_axes()
@@ -57,7 +55,7 @@ def test_counts_axes_and_json(name):
     assert read == config and hash(read) == hash(config)
 
 
-# Names and axes are those of checkpoints: they may not change with the modules that declare them.
+# Checkpoints store names and axes: they may not change with the modules that declare them.
 
 
 EVERYTHING = dict(
@@ -76,7 +74,7 @@ GOLDEN = pathlib.Path(__file__).with_name("golden_parameters.txt").read_text().s
 
 
 def described(config):
-    """Lines of name, axes and shape, one for each parameter."""
+    """Returns a line with name, axes and shape for each parameter."""
     model = TransformerLM(config)
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
     axes = jax.tree.leaves_with_path(

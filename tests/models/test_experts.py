@@ -1,5 +1,5 @@
-"""Experts chosen by each token: sums by NumPy, calls of any length, and matrices that nobody chose,
-which are not read.
+"""Experts chosen by each token: sums equal NumPy's, in calls of any length, and matrices of experts
+that were not chosen are not read.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ def some_tokens(length, seed=0):
 
 
 def by_numpy(x_RD, logits_RE, stacked, experts):
-    """Goes token by token, in float64: softmax over all experts, the first k of them, sorted by
-    what they have.
+    """Returns sums token by token, in float64, with a softmax over all experts before the
+    choice.
     """
     stacked = {name: np.asarray(matrix, np.float64) for name, matrix in stacked.items()}
     rows = []
@@ -80,8 +80,8 @@ def by_numpy(x_RD, logits_RE, stacked, experts):
     "tokens, liking", [(1, 0.0), (6, 0.0), (64, 5.0), (65, 0.0), (150, 0.0), (150, 9.0)]
 )
 def test_tokens_get_what_their_experts_make(tokens, liking, stacked):
-    """Few tokens and blocks of many; with a liking for the last experts, these have several blocks
-    and others none.
+    """Covers few tokens, and many in blocks; a liking for the last experts gives them several
+    blocks, and some experts none.
     """
     x_RD = some_tokens(tokens)
     logits_RE = some_tokens(tokens, seed=1)[:, :8] + liking * (np.arange(8) >= 6)
@@ -94,9 +94,9 @@ def test_tokens_get_what_their_experts_make(tokens, liking, stacked):
 
 @pytest.mark.parametrize("tokens", [20, 100])
 def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
-    """A product with all of them, of which most count for nothing, would spread what is no number.
+    """A product with all experts, most of them weighted by zero, would spread NaN.
 
-    Of an expert that some tokens chose only these have it, whatever other tokens are in the call.
+    NaN in a chosen expert affects exactly the tokens that chose it.
     """
     logits_RE = some_tokens(tokens)[:, :8] + np.where(np.arange(8) == 3, -50.0, 0.0)
     shares_RE = route(jnp.asarray(logits_RE, jnp.float32), EXPERTS)
@@ -109,8 +109,8 @@ def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
 
 
 def test_a_text_may_be_cut_into_calls(params):
-    """Reads both rows at once, sorted in blocks, and in calls, where every expert multiplies all
-    tokens; in both weight orders.
+    """One call of both rows, sorted in blocks, equals short calls, where every expert multiplies
+    all tokens, in both weight orders.
     """
     tokens_BT = np.random.default_rng(0).integers(0, 64, (2, LENGTH), dtype=np.int32)
     at_once = forward(MODEL, params, tokens_BT).logits_BTV
@@ -145,8 +145,8 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
     "dtype, in_int8, tokens, part", [("float32", False, 5, 16), ("bfloat16", True, 40, 32)]
 )
 def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, part, monkeypatch):
-    """Mixes half of the experts on each of two devices, in parts; of experts that nobody chose
-    nothing is read.
+    """Halves of the experts, mixed in parts as on two devices, add up; unchosen ones are not
+    read.
     """
     experts = dataclasses.replace(EXPERTS, width=64, limit=0.5 if in_int8 else None)
     width = 128 if in_int8 else 192  # one and a half rows of a TPU's memory
@@ -158,9 +158,9 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
         name: jnp.asarray(x, dtype).at[3].set(jnp.nan) for name, x in zip(STACKED_AXES, drawn)
     }
     x_RD = jnp.asarray(random.normal(size=(tokens, width)), dtype)
-    # With ties.
+    # Logits with ties.
     logits_RE = random.integers(0, 5, (tokens, 8)).astype(np.float32) - 50.0 * (np.arange(8) == 3)
-    logits_RE[1] = np.nan  # spoils its own row alone
+    logits_RE[1] = np.nan  # affects its own row only
     if in_int8:
         stacked = {name: quantise(jnp.nan_to_num(x), axes[name]) for name, x in stacked.items()}
         stacked |= {
@@ -183,7 +183,7 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
 
 
 def test_gradients_are_those_of_all_experts(stacked):
-    """Compares with plain sums over all experts, by tokens, the router and matrices."""
+    """Gradients by tokens, router and matrices equal gradients of plain sums over all experts."""
     operands, other_RD = (
         (some_tokens(70), some_tokens(70, seed=1)[:, :8], stacked),
         some_tokens(70, seed=2),
@@ -211,14 +211,12 @@ def test_gradients_are_those_of_all_experts(stacked):
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(ours)) > 1e-2
 
 
-# How many experts a call is expected to read.
+# The expected number of experts that a call reads.
 
 
 @pytest.mark.parametrize("tokens, block", [(1, 1), (3, 3), (17, 17), (40, 8)])
 def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
-    """Counts what a router chooses whose choices are independent and alike; with favourites it is
-    less.
-    """
+    """The router chooses independently and uniformly; with favourites, the number is smaller."""
     logits = np.random.default_rng(0).normal(size=(400 * tokens, 8)).astype(np.float32)
 
     def count(logits):
@@ -235,9 +233,7 @@ def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
 
 
 def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
-    """Expects of a device with a part of the experts as many steps as its part; no other loop has
-    such a name.
-    """
+    """The device with most blocks sets the number; only the scope of this loop has one."""
     half = {name: matrix[:4] for name, matrix in stacked.items()}
     for tokens in (6, 150):
         text = mix.lower(some_tokens(tokens), np.zeros((tokens, 4), np.float32), half).as_text(
@@ -255,7 +251,7 @@ def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
 
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
 def test_a_measurement_streams_the_experts_of_one_token(params, weight_dtype):
-    """Takes two of eight, of the one layer that has them; the others are not what a step reads."""
+    """A step reads two of the eight experts, in the one layer that has experts."""
     model = TransformerLM(dataclasses.replace(CONFIG, weight_dtype=weight_dtype), "cpu")
     weights = model.prepare(params)
     shares = [share for _, share in model.matrices_read(weights, 1)]

@@ -1,5 +1,5 @@
-"""The kernel for few rows on a CPU: its numbers, what it leaves to XLA, its threads, and the
-reasons to stay off.
+"""The CPU kernel for few rows: results, products that stay with XLA, threads, reasons to stay
+off.
 """
 
 import os
@@ -26,7 +26,7 @@ SPEC = "BTD,DX->BTX"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The kernel, built once for the tests of this file."""
+    """Yields the path of the kernel, which is built once for this file."""
     folder = tmp_path_factory.mktemp("kernel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few_rows, "use_compilation_cache", lambda: str(folder))
@@ -100,7 +100,7 @@ def test_greedy_texts_are_those_without_it(library, monkeypatch):
 
 
 def test_a_pool_of_one_thread_and_eight_devices_come_to_an_end(library):
-    """A handler that waited for a task of the pool that has not begun would wait forever."""
+    """A handler that blocked on a task that the pool has not begun would block forever."""
     code = """
 import jax, numpy as np
 from specsamp.models import few_rows

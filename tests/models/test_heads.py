@@ -1,7 +1,7 @@
-"""Medusa heads before they are trained.
+"""Medusa heads before training.
 
-What heads and modules compute is compared with other packages and with NumPy in
-checkpoints/test_heads.py and checkpoints/test_modules.py.
+checkpoints/test_heads.py and checkpoints/test_modules.py compare heads and modules with other
+packages and with NumPy.
 """
 
 import jax
@@ -14,7 +14,7 @@ V, D = 16, 8
 
 
 def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
-    """Their residual blocks add nothing at first."""
+    """A new residual block adds nothing."""
     head = medusa(V, 2, own_output=False)
     weights, hidden = head.prepare(head.init(jax.random.key(0))), jnp.ones((1, 1, D))
     assert_array_equal(head.logits(weights, hidden, lambda x_BTD: x_BTD, 1), hidden)

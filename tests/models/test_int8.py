@@ -1,6 +1,4 @@
-"""Weights in int8: scales on the output, tables looked up, and the model of the rounded weights,
-token by token.
-"""
+"""Weights in int8: scales on outputs, table rows, and logits of the rounded weights."""
 
 import dataclasses
 import functools
@@ -34,7 +32,7 @@ MODELS = {
     "relative": tiny(num_kv_heads=2, ngram_rows=32),
     "rotary": tiny(positions="rotary", gated=True, tied=False, num_kv_heads=1, attention_bias=True),
 }
-SPECS = {  # as the models have them, and the axes that are summed
+SPECS = {  # specs of the models; shapes, and the summed axes of the weight
     "BTD,VD->BTV": ((2, 3, 8), (5, 8), (1,)),
     "NRD,NDH->NRH": ((4, 3, 8), (4, 8, 2), (1,)),
     "BTD,NDH->BNTH": ((2, 3, 8), (4, 8, 2), (1,)),
@@ -56,7 +54,7 @@ def in_int8(config: TransformerConfig) -> TransformerConfig:
 
 
 def rounded(params):
-    """Returns the float parameters of the int8 weights."""
+    """Returns float parameters with the values of the int8 weights."""
     stored = decode_weights(params, jnp.float32, "int8")
     return jax.tree.map(lambda x: dequantise(x) if is_int8(x) else x, stored, is_leaf=is_int8)
 
@@ -64,8 +62,8 @@ def rounded(params):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_scale_multiplies_sums_in_float32(spec, dtype):
-    """Takes operands as they are: the sums are exact; the controls round them first, or scale
-    another axis.
+    """Sums of unrounded operands are exact; the controls round a weight first, or reverse
+    scales.
     """
     x_shape, y_shape, axes = SPECS[spec]
     rng = np.random.default_rng(0)
@@ -110,9 +108,7 @@ def call(model):
 @pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
-    """Up to rounding, in either order; from the model before they were rounded it is a thousand
-    times as far.
-    """
+    """Equal up to rounding, in both orders; the unrounded model is a hundred times as far."""
     plain, ours = TransformerLM(MODELS[name], order), TransformerLM(in_int8(MODELS[name]), order)
     params = drawn_params(plain, noise=0.02)
     weights = ours.fit_slots(ours.prepare(params), SLOTS)
@@ -126,7 +122,7 @@ def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
     before = logits(plain, plain.fit_slots(plain.prepare(params), SLOTS))
     assert_allclose(found, expected, atol=2e-5)
     assert 2e-3 < np.abs(found - before).max() < 0.5
-    # No matrix of a product is left in float, and what is streamed is a quarter.
+    # Every matrix of a product is in int8, so that a step streams a quarter of the bytes.
     matrices = [
         leaf
         for leaf in jax.tree.leaves(weights["params"], is_leaf=is_int8)

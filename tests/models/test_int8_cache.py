@@ -1,6 +1,4 @@
-"""A cache in int8: scales where they belong, no trace of how a text was cut into calls, and exact
-speculation with it.
-"""
+"""A cache in int8: scales in attention, and logits that do not depend on the split into calls."""
 
 import dataclasses
 import functools
@@ -48,7 +46,7 @@ def read(model, weights, cuts):
 
 
 def written(rng, start=3, length=5):
-    """The same keys and values in an int8 cache, and, as they are rounded, in a plain one."""
+    """Returns an int8 cache, a plain cache with its rounded keys and values, and their starts."""
     k, v = (
         jnp.asarray(rng.normal(size=(BATCH, KV_HEADS, length, SIZE)), jnp.float32) for _ in range(2)
     )
@@ -70,8 +68,8 @@ def attended(cache, q_BNTH, start_B):
 
 
 def test_scales_are_folded_into_scores_and_probabilities():
-    """Compares it with a plain cache of what the int8 values stand for; with scales of keys and
-    values exchanged it is not.
+    """Attention equals a plain cache of the rounded values; the control exchanges the scales of
+    keys and values.
     """
     rng = np.random.default_rng(0)
     ours, plain, start_B = written(rng)
@@ -88,9 +86,7 @@ def test_scales_are_folded_into_scores_and_probabilities():
 
 @pytest.mark.parametrize("scheme, order", list(zip(SCHEMES, ("default", "cpu"))))
 def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
-    """Up to the rounding of sums, which int8 could only magnify where it falls between
-    two steps.
-    """
+    """Equal up to the rounding of sums, which int8 magnifies only at the border of two steps."""
     model, weights = prepared(scheme, order)
     whole, cache = read(model, weights, (8,))
     for cuts in ((1,) * 8, (4, 4)):

@@ -1,4 +1,4 @@
-"""The kernels equal their plain forms, interpreted on the CPU, and fetch only what is alive."""
+"""Kernels, interpreted on the CPU, equal their plain forms, and fetch only visible blocks."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ def drawn(*shape, dtype="float32", seed=0):
 
 
 def starts_of(batch, slots, length):
-    """Ragged: the last possible start, one behind another across the edge of a tile, and
-    the first.
+    """Returns ragged starts: the last possible one, one across the edge of a tile, and the
+    first.
     """
     return jnp.asarray([slots - length, 31, 0, 250][:batch], jnp.int32).clip(0, slots - length)
 
@@ -71,8 +71,8 @@ def both(
     int8=False,
     kernels=INTERPRETED,
 ):
-    """Attention by the kernel, of heads of 64 with pairs of keys and values, and the plain form
-    that is its reference.
+    """Returns attention by the kernel, for heads of 64 on pairs of keys and values, and by its
+    plain form.
     """
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
     plain = of_kernel = Int8KVCache.of(keys, values) if int8 else KVCache.of(keys, values)
@@ -84,8 +84,8 @@ def both(
     return of_kernel.attend(q, visible, **fields), plain.attend(q, visible, **fields)
 
 
-# Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have distances
-# and a cap.
+# Tokens of a call, slots, kv heads, queries per kv head, window, whether scores have distances, and
+# their cap.
 CALLS = {
     "multi-head": (1, 384, 4, 1, None, True, None),
     "grouped": (5, 640, 2, 4, None, False, 30.0),
@@ -136,8 +136,8 @@ def test_attention_equals_the_plain_form(call, dtype, size):
 
 @pytest.mark.parametrize("kv_heads, batch, int8", [(1, 4, True), (1, 1, False), (2, 3, False)])
 def test_cores_share_what_they_can(kv_heads, batch, int8):
-    """Ragged sequences where there is one group of heads, else the groups; of a single sequence one
-    core does all.
+    """Cores divide ragged sequences of one group of heads, else groups; a single sequence has one
+    core.
     """
     length, slots = 5, 640
     q, distances = (drawn(batch, 4, length, last, seed=1) for last in (SIZE, slots))
@@ -149,7 +149,7 @@ def test_cores_share_what_they_can(kv_heads, batch, int8):
 
 @pytest.mark.parametrize("window, size", [(None, SIZE), (3, SIZE), (3, SIZE // 2)])
 def test_trees_equal_the_plain_form(window, size):
-    """Also where a tree is scored in several calls, and lies across the edge of a block."""
+    """Covers a tree that is scored in several calls, and that crosses the edge of a block."""
     parents = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4]])
     start = np.array([7, 254, 500])
     block = block_of(parents, start)
@@ -173,9 +173,7 @@ def test_trees_equal_the_plain_form(window, size):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_only_blocks_that_are_seen_are_fetched(window):
-    """Shows that what is not fetched may be anything, even NaN, which a weight of zero would
-    spread.
-    """
+    """Blocks that are not fetched may hold NaN, which even a weight of zero would spread."""
     slots, start = 2048, jnp.asarray([300, 1100], jnp.int32)
     _, block = block_shape(8, slots, SIZE, 4)
     assert block == 256
@@ -206,8 +204,8 @@ def test_only_blocks_that_are_seen_are_fetched(window):
     ],
 )
 def test_rows_are_appended_as_they_are(dtype, length):
-    """Each row at its own start, across the edges of tiles, and nothing else is written; what is
-    beyond either end is dropped.
+    """Each row is written at its own start, across edges of tiles; the excess at both ends is
+    dropped, and nothing else changes.
     """
     slots, start = 384, jnp.concatenate([starts_of(4, 384, length), jnp.array([-5, 383])])
     caches = [(20 * drawn(6, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
@@ -239,7 +237,7 @@ PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
 
 @pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs"))
 def test_a_model_with_kernels_equals_one_without(scheme):
-    """A prompt, a tree, its accepted path moved together, and a call behind it."""
+    """Covers a prompt, a tree, its compacted path, and a call after it."""
     plain = TransformerLM(tiny(**dict(head_size=SIZE, width=SIZE) | SCHEMES[scheme]))
     kernels = dataclasses.replace(plain, kernels=INTERPRETED)
     weights = plain.fit_slots(plain.prepare(drawn_params(plain, 0, noise=0.1)), 256)
@@ -259,8 +257,7 @@ def test_a_model_with_kernels_equals_one_without(scheme):
         results.append((scored.logits_BTV, call(model, weights, after, start + 4, kept).logits_BTV))
     assert kept.layers[0].kernels == INTERPRETED
     assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
-    # In int8 a key that lies between two numbers may be rounded to either, by programs that add in
-    # another order.
+    # In int8, a key between two numbers may round to either, if programs add in a different order.
     atol = 5e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         assert_allclose(ours, theirs, atol=atol)
@@ -319,9 +316,7 @@ WARPS = {
 
 @pytest.mark.parametrize("name", WARPS)
 def test_warps_equal_the_plain_form(name):
-    """Warps one row of a text and several, a vocabulary that folds with padding, and states of each
-    row.
-    """
+    """Covers single rows and several, a folded vocabulary with padding, and states per row."""
     warp, logits_BTV = WARPS[name], jnp.round(24 * drawn(3, 2, 5003)) / 8  # with ties
     draft = Draft(tokens_BK=jnp.int32([[7], [8], [9]]), num_drafted_B=jnp.ones(3, jnp.int32))
 
@@ -339,8 +334,8 @@ def test_warps_equal_the_plain_form(name):
 
 @pytest.mark.slow
 def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
-    """An odd one sees one slot more than it should, one raises what nobody foresees, and one does
-    not warp.
+    """A kernel sees a slot too many, raises an unforeseen error, does not warp, or expands
+    wrongly.
     """
     config = tiny(
         width=256,

@@ -1,6 +1,4 @@
-"""A model in three calls: together they are one call; and embeddings of n-grams, in one call and in
-pieces.
-"""
+"""A model in three calls equals one call; embeddings of n-grams."""
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +38,7 @@ def make(config, order="default"):
     "name, order", [("relative", "default"), ("learned", "cpu"), ("rotary", "default")]
 )
 def test_three_calls_are_one(name, order):
-    """Results are bitwise equal, including caches and hidden states, with the layers in
-    two calls.
-    """
+    """Logits, caches and hidden states are bitwise equal, with the layers split into two calls."""
     model, _, weights = make(MODELS[name], order)
     assert (model.num_layers, model.width) == (3, 32)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
@@ -108,7 +104,7 @@ def test_layers_that_do_not_exist(first, last, hidden_layers, message):
 
 
 def test_an_ngram_adds_the_row_of_its_hash_alone():
-    """Order, place and distance count; equal n-grams share a row wherever they stand."""
+    """Equal n-grams share a row at any position; a different order or length has its own."""
     context_BX = jnp.asarray([[-1, -1, 7, 8, 9, 8, 7, 8, 9]])
     bigrams, trigrams = (
         np.asarray(ngrams.rows_of(context_BX, order, 1 << 20)[0]) for order in (2, 3)

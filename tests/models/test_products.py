@@ -1,6 +1,4 @@
-"""Products: in bfloat16 with gradients in float32, and on a CPU of int8 matrices, of which a block
-at a time is widened.
-"""
+"""Products in bfloat16 with float32 gradients; on a CPU, int8 matrices are widened by blocks."""
 
 import dataclasses
 
@@ -54,11 +52,9 @@ def test_float32_is_einsum(spec):
 
 @every_spec
 def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
-    """Rounded are the operands alone: the control rounds the gradient too, as plain
-    einsum would.
-    """
+    """Only operands are rounded; the control rounds the gradient too, as a plain einsum would."""
     x, y, weights = operands(spec, jnp.bfloat16)
-    # A cotangent that is not rounded again.
+    # A cotangent that bfloat16 does not round again.
     weights = weights.astype(jnp.bfloat16).astype(jnp.float32)
     result, of_x, of_y = value_and_gradients(contract, spec, x, y, weights)
     assert (result.dtype, of_x.dtype, of_y.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
@@ -69,7 +65,7 @@ def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_backward_products_have_the_precision_the_user_asked_for(precision):
-    """Also where the gradient is made outside of the context that the product was made in."""
+    """Holds even if the gradient is taken outside the context of the product."""
     spec = "BTD,VD->BTV"
     x, y, _ = operands(spec)
 
@@ -103,8 +99,7 @@ def weight_and_rows(shape):
     return weight, jax.random.normal(jax.random.key(0), (2, 3, shape[0]))
 
 
-# Even blocks, a rest behind them, one row a block because a row is larger than a block, columns,
-# and one block.
+# Even blocks, blocks with a remainder, rows larger than a block, columns, and one block.
 @pytest.mark.parametrize("shape", [(64, 8), (37, 11), (8, 100), (3, 100), (8, 8)])
 def test_blocks_sum_to_the_product(shape, monkeypatch):
     monkeypatch.setattr(products, "WIDENED_ENTRIES", 64)
@@ -117,11 +112,11 @@ def test_blocks_sum_to_the_product(shape, monkeypatch):
     found = product(Int8Blocks(weight.values, weight.scale))
     assert_allclose(found, exact, atol=1e-4)
     turned = Int8Blocks(jnp.flip(weight.values, axis=0), weight.scale)
-    assert np.abs(product(turned) - exact).max() > 0.1  # each row meets its own
+    assert np.abs(product(turned) - exact).max() > 0.1  # the control: reversed rows
 
 
 def test_no_program_of_a_cpu_holds_a_large_int8_matrix_in_float():
-    """Counted in a loop, as decoding is one; the control is the same matrix widened whole."""
+    """Measured in a loop, like decoding; the control widens the same matrix whole."""
     weight, x_BTD = weight_and_rows((1024, 4096))
     whole = 4 * weight.size
 

@@ -1,6 +1,4 @@
-"""Recurrent layers: states that no split into calls and no rejection changes, and calls that are
-refused.
-"""
+"""Recurrent layers: no split into calls and no rejection changes their states."""
 
 import functools
 
@@ -22,7 +20,7 @@ LENGTH, ROWS = 85, 200
 
 
 def token_by_token(state, q, k, v, g, beta):
-    """The rule as its paper writes it, in float64."""
+    """Returns outputs and the last state by the rule of its paper, in float64."""
     out = []
     for t in range(q.shape[2]):
         state = state * np.exp(g[:, :, t])[..., None, None]
@@ -35,7 +33,7 @@ def token_by_token(state, q, k, v, g, beta):
 
 @pytest.mark.parametrize("alike", [0.0, 20.0])
 def test_rule_in_chunks_equals_the_rule_token_by_token(alike):
-    """Keys that are almost alike are among them: their corrections almost cancel."""
+    """Covers keys that are almost alike, whose corrections almost cancel."""
     rng = np.random.default_rng(0)
     shape = 2, 3, 3 * CHUNK
     q, k = rng.normal(size=(2, *shape, 8))
@@ -62,7 +60,7 @@ def layer():
 
 
 def read_in_random_calls(rows=ROWS):
-    """Reads one text in every row, in random calls; each row rejects tokens of its own."""
+    """Returns the cache of one text in every row, after random calls and rejections of each row."""
     rng = np.random.default_rng(0)
     text = rng.normal(size=(1, SHAPE.num_key_heads, LENGTH + REWIND + 1, SHAPE.input_size))
     text_BMTX = np.repeat(text.astype(np.float32), rows, axis=0)

@@ -1,6 +1,4 @@
-"""Writes at the borders of a cache, against NumPy: what does not fit is dropped, and
-nothing moves.
-"""
+"""Writes at the borders of a cache equal NumPy's: slots that do not fit are dropped, none moves."""
 
 import re
 
@@ -18,7 +16,7 @@ SLOTS = 32
 
 
 def written(cache, new, starts, axis):
-    """Returns the cache with the slots of ``new`` that exist, one by one."""
+    """Returns the cache after the slots of ``new`` that exist are written one by one."""
     cache = np.moveaxis(cache.copy(), axis, 1)
     new = np.moveaxis(new, axis, 1)
     for row, start in enumerate(starts):
@@ -55,9 +53,7 @@ def test_write_beyond_either_end_is_dropped(monkeypatch, platform, batch, length
 
 
 def test_move_at_the_end_takes_the_slots_that_exist():
-    """A tree of four rows of which the last two are beyond the cache: rows 0 and 1 are moved, the
-    rest is dropped.
-    """
+    """Of a tree of four rows, the last two lie beyond the cache: only rows 0 and 1 are moved."""
     cache = numbers((2, 1, SLOTS, 1))
     starts = np.array([30, 4], np.int32)
     rows_BT = np.array([[1, 2], [0, 3]], np.int32)
@@ -72,7 +68,7 @@ def test_move_at_the_end_takes_the_slots_that_exist():
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize("batch", [1, 3, MAX_UNROLLED_ROWS + 1])
 def test_slots_are_read_before_any_is_written(batch, axis):
-    """An entry behind the slots that stay does no harm wherever it points."""
+    """An entry after the kept slots may have any value."""
     rng = np.random.default_rng(batch)
     cache = rng.normal(size=(batch, 2, SLOTS, 3)).astype(np.float32)
     rows = np.sort(rng.integers(0, 6, (batch, 4)), axis=1).astype(np.int32)

@@ -1,6 +1,4 @@
-"""One model, many ways to call it: all must give the logits of one uncached pass, and that pass an
-oracle's.
-"""
+"""All ways to call a model give the logits of one uncached pass, and that pass an oracle's."""
 
 import dataclasses
 import functools
@@ -22,8 +20,8 @@ from support.weights import drawn_params
 LENGTH, SLOTS, CHUNK = 14, 20, 5  # of the sequences; of the cache, with headroom; of a round
 CLOSE = 1e-5  # absolute, on logits of size one to five in float32
 
-# What the families of public checkpoints do otherwise; that a switch computes what its family means
-# is tested against transformers, in tests/checkpoints.
+# Switches of the families of public checkpoints; tests/checkpoints compares each family with
+# transformers.
 SCALING = RotaryScaling(kind="llama3", factor=4.0, original_positions=16)
 GEMMA = dict(
     gated=True,
@@ -59,8 +57,8 @@ MODELS = {
 
 @functools.cache
 def model_and_params(scheme, kv_heads=4, **changes):
-    """Every parameter is random, the biases and norm scales included, so that none can be forgotten
-    unnoticed.
+    """Returns a model whose parameters are all random, biases and norm scales too, so that none can
+    be ignored unnoticed.
     """
     model = TransformerLM(tiny(positions=scheme, num_kv_heads=kv_heads, **changes))
     return model, drawn_params(model, seed=kv_heads, noise=0.15)
@@ -74,13 +72,13 @@ def assert_close(actual, expected, atol=CLOSE):
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=atol, rtol=0)
 
 
-# Every way of cutting a sequence into calls.
+# Sequences cut into calls.
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "gemma", "relative"))
 def test_ragged_rounds_equal_the_uncached_pass(name):
-    """Rows as in speculative decoding: each at its own start, with rejected tokens behind what it
-    keeps. Embeddings of n-grams are added, so that tokens before a call are read from the cache.
+    """As in speculative decoding, each row has its own start, and rejected tokens after the kept
+    ones. N-gram embeddings read the tokens before a call from the cache.
     """
     order = WEIGHT_ORDERS[name in ("gemma", "neox")]
     model = TransformerLM(dataclasses.replace(MODELS[name], ngram_rows=32), order)
@@ -118,13 +116,11 @@ def test_ragged_rounds_equal_the_uncached_pass(name):
     assert widths_seen == {1, CHUNK} and max(spreads) >= 5
 
 
-# Every branch that depends on a size.
+# Branches that depend on a size.
 
 
 def test_more_rows_than_are_unrolled_equal_few_rows():
-    """Together they are written by a vmapped update and projected by one product, in two halves by
-    neither.
-    """
+    """All rows together use a vmapped update and one product, the two halves neither."""
     model, params = model_and_params("rotary", 2)
     batch = MAX_UNROLLED_ROWS + 1
     length = attention.MAX_BATCHED_ROWS // batch + 1
@@ -142,13 +138,11 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
         )
 
 
-# What the model computes.
+# Logits of an oracle.
 
 
 def oracle(config, params, tokens):
-    """One layer in NumPy float64 with a loop over queries, keys and heads, from the raw
-    parameters.
-    """
+    """Returns the logits of one layer in NumPy float64, by a loop over heads, queries and keys."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     layer, attention = p["layer_0"], p["layer_0"]["attention"]
     length, size = len(tokens), config.head_size
@@ -185,7 +179,7 @@ def oracle(config, params, tokens):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_one_layer_of_relative_positions_equals_the_naive_loop(kv_heads):
-    """Rotary ones are compared with transformers, in checkpoints/test_golden.py."""
+    """checkpoints/test_golden.py compares rotary positions with transformers."""
     model, params = model_and_params("relative", kv_heads, num_layers=1)
     tokens = some_tokens(3, LENGTH)
     logits = forward(model, params, tokens).logits_BTV
@@ -195,7 +189,7 @@ def test_one_layer_of_relative_positions_equals_the_naive_loop(kv_heads):
 
 @pytest.mark.parametrize("scheme, kv_heads", [("relative", 2), ("rotary", 1)])
 def test_bfloat16_is_close_to_float32(scheme, kv_heads):
-    """8 bits of mantissa: the error's root mean square is below 2% of the logits' own."""
+    """With 8 bits of mantissa, the root mean square error is below 2% of the logits' deviation."""
     model, params = model_and_params(scheme, kv_heads, num_layers=1)
     half, _ = model_and_params(scheme, kv_heads, num_layers=1, dtype="bfloat16")
     weights, tokens = half.fit_slots(half.prepare(params), SLOTS), some_tokens(3, LENGTH)
@@ -206,4 +200,4 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     expected = forward(model, params, tokens).logits_BTV
     for logits in (output.logits_BTV, forward(half, params, tokens).logits_BTV):
         assert np.sqrt(np.mean((logits - expected) ** 2)) < 0.02 * np.std(expected)
-        assert np.abs(logits - expected).max() > 1e-4  # it did compute in bfloat16
+        assert np.abs(logits - expected).max() > 1e-4  # not computed in float32

@@ -21,15 +21,15 @@ CORNERS = np.stack(np.meshgrid(EXTREMES, EXTREMES), axis=-1).reshape(-1, 2)
 
 
 def positive_weights(size, seed=0, spread=2.0):
-    """[V] float32 summing to 1, of very different sizes."""
+    """Returns ``[V]`` float32 weights of very different sizes, with sum 1."""
     weights = np.exp(spread * np.random.default_rng(seed).normal(size=size))
     return (weights / weights.sum()).astype(np.float32)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129, 300, 4096, 32000])
 def test_never_a_token_of_weight_zero(vocab_size):
-    """Sparse weights of every density and scale, at the corners of the unit square and at
-    random.
+    """Covers sparse weights of all densities and scales, at corners of the unit square and
+    within.
     """
     rng, rows = np.random.default_rng(vocab_size), 24
     shape, density = (rows, vocab_size), np.geomspace(1 / vocab_size, 1, rows)[:, None]
@@ -38,7 +38,7 @@ def test_never_a_token_of_weight_zero(vocab_size):
         rng.random(shape) < density, scale * np.exp(spread * rng.normal(size=shape)), 0
     )
     weights = weights.astype(np.float32)
-    weights[np.arange(rows), rng.integers(vocab_size, size=rows)] = 1  # not all zero
+    weights[np.arange(rows), rng.integers(vocab_size, size=rows)] = 1  # no row is all zero
     weights[:2] = np.arange(vocab_size) == [[0], [vocab_size - 1]]
     pairs = np.concatenate([CORNERS, rng.random((12, 2), np.float32)])
     on_device = jnp.asarray(weights)
@@ -50,9 +50,7 @@ def test_never_a_token_of_weight_zero(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [128, 2000])
 def test_never_a_token_of_weight_zero_by_the_rounding_of_a_parallel_sum(vocab_size, monkeypatch):
-    """Accelerators sum prefixes as a tree, which may step up or down by a rounding error where the
-    weight is zero.
-    """
+    """A tree-shaped prefix sum, as on accelerators, may step by a rounding error at weight zero."""
     tree_sum = functools.partial(jax.lax.associative_scan, jnp.add)
     monkeypatch.setattr(
         draw_module, "jnp", types.SimpleNamespace(**{**vars(jnp), "cumsum": tree_sum})
@@ -61,11 +59,11 @@ def test_never_a_token_of_weight_zero_by_the_rounding_of_a_parallel_sum(vocab_si
     weights = np.where(
         rng.random((rows, vocab_size)) < 0.3, np.exp(3 * rng.normal(size=(rows, vocab_size))), 0
     )
-    # A whole block of them, where there are several.
+    # A whole block of zeros, if there are several blocks.
     weights[:, vocab_size // 2 : vocab_size // 2 + BLOCK] = 0
     weights = weights.astype(np.float32)
     cumulative = np.asarray(jax.jit(lambda x: tree_sum(x, axis=-1))(weights[:, :BLOCK]))
-    assert (np.diff(cumulative) != 0)[weights[:, 1:BLOCK] == 0].any()  # it does step there
+    assert (np.diff(cumulative) != 0)[weights[:, 1:BLOCK] == 0].any()  # the sum does step
     fresh = jax.jit(lambda *args: draw(*args))
     for uniforms in (
         rng.random((rows, 2), np.float32),
@@ -76,9 +74,7 @@ def test_never_a_token_of_weight_zero_by_the_rounding_of_a_parallel_sum(vocab_si
 
 
 def test_a_boundary_belongs_to_the_next_token():
-    """With sums and uniforms that round nothing: in [0, 1/4) token 0, in [1/4, 1/2) token 2, from
-    1/2 token 3.
-    """
+    """Without rounding, [0, 1/4) draws token 0, [1/4, 1/2) token 2, and [1/2, 1) token 3."""
     weights = np.float32([1, 0, 1, 2])
     pairs = np.float32([[0, 0], [0, 0.25], [0, 0.5], [0, 0.75]])
     assert_array_equal(drawn(np.broadcast_to(weights, (4, 4)), pairs), [0, 2, 3, 3])
@@ -86,7 +82,7 @@ def test_a_boundary_belongs_to_the_next_token():
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 127, 128])
 def test_distribution_of_one_block(vocab_size):
-    """Every second uniform on a grid of 2^14; the first has nothing to decide."""
+    """The second uniform sweeps a grid of 2^14; with one block, the first decides nothing."""
     points = 2**14
     weights = positive_weights(vocab_size)
     for first in (0.0, 0.4, LARGEST):
@@ -95,22 +91,20 @@ def test_distribution_of_one_block(vocab_size):
         )
         tokens = drawn(np.broadcast_to(weights, (points, vocab_size)), pairs)
         counts = np.bincount(tokens, minlength=vocab_size)
-        # Fewer than one point too many or too few at a token's two edges; rounding may move one
-        # more.
+        # The two edges of a token add or miss less than one point; rounding may move one more.
         assert_allclose(counts / points, weights, atol=2 / points, rtol=0)
         assert (np.diff(tokens) >= 0).all()
 
 
 @pytest.mark.parametrize("vocab_size", [129, 300, 1000])
 def test_distribution_of_several_blocks(vocab_size):
-    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's
-    distribution in its block.
+    """A grid of 2^8 x 2^9 uniforms gives the distribution of blocks, and of tokens in each block.
 
-    Weights are multiplied by a power of two, which rounds nothing: they need not be normalised.
+    Weights need not be normalised: a power of two multiplies them, without rounding.
     """
     firsts, seconds = 2**8, 2**9
     weights = positive_weights(vocab_size)
-    weights[-1] = 0.1  # so that the last block is met even if it has one token
+    weights[-1] = 0.1  # so that the last block is drawn even if it has one token
     weights /= weights.sum()
     draw_all = jax.jit(jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(None, 0)))
     pairs = np.stack(

@@ -1,6 +1,4 @@
-"""Grammars: texts follow them, and the law of such sampling by enumeration, with every kind of
-drafter.
-"""
+"""Grammars: texts match them, and have the enumerated distribution of masked sampling."""
 
 import dataclasses
 import functools
@@ -49,7 +47,7 @@ from support.services import submit
 
 pytestmark = extras.needs("llguidance")
 
-END = V  # of texts; the models have no such token
+END = V  # the end token, which the models do not have
 
 
 def tokenizer_of(pieces, end):
@@ -68,7 +66,7 @@ PATTERN = "(a[bc]|b[ab]|c)*"
 
 
 def allowed(text):
-    """Returns which of the three letters the pattern allows next, by its automaton."""
+    """Returns flags of the letters that the pattern's automaton allows next."""
     begun = None
     for token in text:
         begun = token if begun is None and token != 2 else None
@@ -97,14 +95,14 @@ TREE = table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=TreeShape((0, 0, 1
 
 @pytest.mark.parametrize("loop", extras.slow_but([DRAFTED, TREE], DRAFTED))
 def test_texts_follow_the_law_of_masked_sampling(loop):
-    """Masks of drafted positions depend on the drafted tokens before them."""
+    """The mask of a drafted position depends on the drafted tokens before it."""
     found = distribution_test(loop, NEAR, letters(), length=3, expected=expected())
     assert found > FALSE_ALARM
 
 
 @register_warp
 class ForgetsDrafts(Follow):
-    """The control: tokens do not count."""
+    """The control: a state that ignores tokens."""
 
     def advance(self, state, tokens_B):
         return state
@@ -146,7 +144,7 @@ def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
 def test_a_grammar_is_known_and_given_back():
     follow = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
     assert chain(temperature(1.0), follow).asks_host and not chain(temperature(1.0)).asks_host
-    with module._TEXTS._lock:  # the collector may call it at any moment
+    with module._TEXTS._lock:  # the garbage collector may release at any moment
         release(follow)
         release(follow)
         release(no_grammar())
@@ -168,7 +166,7 @@ def test_numbers_are_used_again_where_they_are_free(monkeypatch):
 
 
 def test_any_token_may_end_a_text():
-    """End tokens are allowed where the grammar may end, and nowhere else."""
+    """End tokens are allowed where the grammar may end, and only there."""
     follow = grammar(LETTERS, "regex", "ab", ends=[2, END])
     texts, bits = module._TEXTS, []
     state = [int(follow.value)]
@@ -220,13 +218,13 @@ def ask(service, text, **options):
 
 
 def test_requests_bring_grammars_and_give_them_back():
-    """Beside a request without one; the model counts letters where it may."""
+    """A later request has no grammar; the model counts letters unless a grammar prevents it."""
     pair = dataclasses.replace(
         counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES
     )
     method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
     service = Service(pair, method, rows=2, context=40, has_grammars=True)
-    gc.collect()  # grammars of earlier tests
+    gc.collect()  # drops grammars of earlier tests
     module._TEXTS.after([FREE], [0])
     held = len(module._TEXTS._texts)
     service.start()

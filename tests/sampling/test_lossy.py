@@ -1,6 +1,4 @@
-"""Lossy rules by enumeration in float64: their golden values, and meters that say what a token
-costs, no more, no less.
-"""
+"""Lossy rules by enumeration in float64: golden values, and meters equal to a token's cost."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +49,7 @@ RISING, FALLING = [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]
     ],
 )
 def test_golden_values_of_one_token(rule, q, p, accepted, cost):
-    """A budget takes its share of the acceptance that is bought."""
+    """A budget reduces the extra acceptance in proportion."""
     with jax.enable_x64(True):
         log_q, log_p = jnp.asarray(log(q)), jnp.asarray(log(p))
         assert_allclose((jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(), accepted, atol=EXACT)
@@ -69,12 +67,12 @@ def test_golden_outputs():
     [
         (0.5, None, [1, 1], None),  # ratios .8 and .71
         (0.75, None, [1, 0], None),
-        (0.5, [0.9, 0.3], [0, 1], [0.0, 0.2]),  # .44, then 1.19, which is never reached
-        (0.5, [0.4, 0.9], [1, 1], [0.6, 0.2]),  # 1, then .89
+        (0.5, [0.9, 0.3], [0, 1], [0.0, 0.2]),  # ratios .44 and 1.19; the second is never reached
+        (0.5, [0.4, 0.9], [1, 1], [0.6, 0.2]),  # ratios 1 and .89
     ],
 )
 def test_golden_joint_ratios(tau, scores, passed, cost):
-    """Of the draft (1, 1): drawn, or found by a search, where a kept token is certain."""
+    """The draft (1, 1) is drawn, or found by a search, which makes an accepted token certain."""
     q, p = [[[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]]], [[[0.5, 0.5], [0.1, 0.9]]]
     tokens, count = jnp.ones((1, 2), jnp.int32), jnp.full(1, 2)
     with jax.enable_x64(True):
@@ -91,9 +89,7 @@ def test_golden_joint_ratios(tau, scores, passed, cost):
 
 @every_rule
 def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
-    """Enumerates every token of a round, given the tokens before it: the left side does not use the
-    rule's meter.
-    """
+    """Covers each token of a round, given the tokens before it; the enumeration has no meter."""
     num_tokens = 2
     for one_hot in (False, True):
         names, target, draft = one_hots(*grid(3)) if one_hot else grid(3)
@@ -102,7 +98,7 @@ def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
         for step in range(num_tokens):
             outputs, accepted = token_outputs(rounds, step)
             drafted = rounds.drafted_SXD.reshape(outputs.shape[:3] + (-1,))
-            # One meter for all drafts with these first tokens that are drawn.
+            # One meter for all drawn drafts with these first tokens.
             with np.errstate(invalid="ignore"):
                 weights = drafted / drafted.sum(-1, keepdims=True)
             metered, extra = (
@@ -122,7 +118,7 @@ def test_a_token_is_metered_where_it_was_drafted_and_is_emitted(rule):
     costs, extras = meters(rule, target, draft, num_tokens=3)
     for n in range(4):
         assert np.all(costs[..., n, n + 1 :] == 0) and np.all(extras[..., n, n + 1 :] == 0)
-    assert np.all(costs[..., 3] == 0)  # the bonus
+    assert np.all(costs[..., 3] == 0)  # the bonus token costs nothing
     assert np.all((costs > -EXACT) & (costs < 1))
 
 
@@ -141,7 +137,7 @@ def test_the_mean_of_summed_meters_bounds_the_total_variation_of_texts(rule):
 @pytest.mark.parametrize("rule", [EARS(1.0), Lenience(0.05), Typical()])
 @pytest.mark.parametrize("budget", [0.0, 0.01, 0.2])
 def test_a_budget_is_kept_and_spent(rule, budget):
-    """Tries all kinds of pairs; that the meter is right about budgets, too, is tested above."""
+    """Covers all kinds of pairs; the meter of bounded rules is tested above."""
     names, target, draft = grid(3)
     with jax.enable_x64(True):
         log_q, log_p = jnp.asarray(target[2]), jnp.asarray(draft[2])
@@ -152,11 +148,11 @@ def test_a_budget_is_kept_and_spent(rule, budget):
     assert free.max() > 0.2
 
 
-# Controls: what the enumeration must catch.
+# Controls: mistakes that the enumeration must catch.
 
 
 class ReplacesByLessThanWasRejected(Lenience):
-    """Subtracts ``l p`` instead of p: costs more than it has to."""
+    """Subtracts ``l p`` instead of p, which costs more than necessary."""
 
     def replaces(self, log_q, log_p):
         return jnp.maximum(jnp.exp(log_q) - self.lenience * jnp.exp(log_p), 0)
@@ -202,7 +198,7 @@ def test_an_ignored_budget_is_seen():
 
 @every_rule
 def test_greedy_targets_are_written_exactly(rule):
-    """A target that is certain leaves nothing to relax."""
+    """A target that is certain has nothing to relax."""
     names, target, draft = grid(3)
     keep = [i for i, name in enumerate(names) if "greedy" in name and "greedy draft" not in name]
     target, draft = ([table[keep] for table in side] for side in (target, draft))

@@ -1,6 +1,4 @@
-"""Penalties and biases: their formulas and bounds, and by enumeration the distribution of texts
-under them.
-"""
+"""Penalties and biases: formulas, bounds, and the enumerated distribution of texts under them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,7 @@ SAMPLING = chain(penalties(REPETITION, PRESENCE, FREQUENCY), bias({1: 0.8}), tem
 
 
 def penalised(logits, prompt, text):
-    """Returns the logits of one context, by the formulas."""
+    """Returns the penalised logits of one context, by the formulas."""
     logits = logits.copy()
     for token in range(len(logits)):
         if token in prompt or token in text:
@@ -44,8 +42,8 @@ def expected(changed):
 
 
 def test_texts_follow_the_penalised_distribution():
-    """A drafted position depends on the drafted tokens before it, in the draft and in the target.
-    Mistakes in that are planted in decoding/test_pairs.py.
+    """A drafted position depends on earlier drafted tokens, in the draft and in the target.
+    decoding/test_pairs.py plants mistakes in that.
     """
     loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 2))
     found = distribution_test(loop, NEAR, SAMPLING, length=3, expected=expected(penalised))
@@ -72,7 +70,7 @@ def test_a_node_of_a_tree_is_penalised_for_the_tokens_of_its_own_path(kind, is_r
     assert worst < 1e-5 if is_right else worst > 0.1
 
 
-UNTIL = 2  # drafts are as long, so that a round begins before it and ends after it
+UNTIL = 2  # the length of drafts: a round begins before it and ends after it
 EARLY = chain(bias({2: -np.inf}, until=UNTIL), bias({1: 0.8}, room=8), temperature(1.2))
 
 

@@ -36,7 +36,7 @@ OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
 
 
 def test_every_part_of_the_address_counts():
-    """No two of 648 addresses share a number, however their parts are exchanged."""
+    """No two of 648 addresses share a number, even if their parts are exchanged."""
     seeds, purposes = (0, 1), tuple(Purpose)
     prompts, samples, starts = (
         ids(*column) for column in zip(*itertools.product(range(3), repeat=3), strict=True)
@@ -55,9 +55,7 @@ def test_every_part_of_the_address_counts():
 
 
 def test_uniforms_are_uniform():
-    """Uniforms have mean, variance and correlation of independent draws, within five standard
-    deviations.
-    """
+    """Mean, variance and correlation match independent draws, within five standard deviations."""
     rows, columns = 200, 400
     offsets = jnp.broadcast_to(jnp.arange(columns), (rows, columns))
     prompts = jnp.arange(rows)
@@ -97,7 +95,7 @@ NUM_DRAWS = 400_000
 
 @pytest.fixture(scope="module")
 def gumbels():
-    """[400000, 4], as many positions of one row's stream."""
+    """Returns the noise of 400,000 positions of one row, ``[400000, 4]``."""
     same = jnp.zeros((NUM_DRAWS,), jnp.int32)
     return np.asarray(position_gumbels(SEED, same, same, jnp.arange(NUM_DRAWS), 0, 4))
 
@@ -111,7 +109,7 @@ def test_argmax_with_gumbels_draws_from_the_distribution(gumbels):
     distribution = np.array([0.6, 0.3, 0.09, 0.01])
     limit = stats.chi2.isf(1e-6, df=3)
     assert chi_square(gumbels, distribution, distribution) < limit
-    # It would notice: a distribution off by 0.01, and noise that is not Gumbel.
+    # Controls: a distribution off by 0.01, and noise that is not Gumbel.
     assert chi_square(gumbels, np.array([0.61, 0.29, 0.09, 0.01]), distribution) > limit
     assert (
         chi_square(
@@ -122,9 +120,7 @@ def test_argmax_with_gumbels_draws_from_the_distribution(gumbels):
 
 
 def test_the_upper_tail_of_gumbels_has_more_than_one_word(gumbels):
-    """With one word exp(-gumbel) is a multiple of 2^-23 in the upper tail: no token below 1e-7 is
-    ever drawn.
-    """
+    """With one word, exp(-gumbel) is a multiple of 2^-23 there: no token below 1e-7 is drawn."""
 
     def distance_to_grid(numbers):
         tail = np.exp(-numbers[numbers > 9].astype(np.float64)) * 2**23

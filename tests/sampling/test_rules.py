@@ -1,6 +1,4 @@
-"""The rules' distributions, enumerated in float64: nothing here is drawn, so an exact rule is exact
-to rounding.
-"""
+"""Distributions of the rules, enumerated in float64: an exact rule is exact to rounding."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +24,11 @@ def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EX
         rule, target, draft, num_tokens=num_tokens, length=length, **kwargs
     )
     error = np.abs(distribution - autoregressive(target, length)).max(-1)
-    worst = error.argmax()  # a nan, if there is one
+    worst = error.argmax()  # the first NaN, if any
     assert error[worst] < tolerance, names[worst]
 
 
-# The distribution of what is emitted.
+# Distributions of emitted tokens.
 
 
 @pytest.mark.parametrize(
@@ -60,9 +58,7 @@ def test_float32_rounds_but_does_not_bias(rule):
 
 
 def drafted_until_told_to_stop(rng, names, vocab_size, num_tokens, length):
-    """A stopping time: whether to draft one more depends on the prefix and on all that is
-    drafted.
-    """
+    """Returns draft lengths of a stopping time, by the prefix and the tokens already drafted."""
     num_drafted = []
     for m in range(length):
         num = np.full((len(names), vocab_size**m, vocab_size**num_tokens), num_tokens)
@@ -192,7 +188,7 @@ def test_a_token_must_not_be_dropped_for_its_probability(rule):
     assert np.all(np.abs(distribution - autoregressive(target, 3)).max(-1) > BIASED)
 
 
-# Values known in closed form.
+# Values in closed form.
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Rules over trees, enumerated in float64: the tables of the literature, and the joint law of whole
-trees.
-"""
+"""Rules over trees, enumerated in float64: tables of the literature, joint laws of whole trees."""
 
 import functools
 
@@ -25,7 +23,7 @@ from support.tree_mutants import KeepsTheSecond, MergesEqual, WrongOrder
 
 EXACT, BIASED = 1e-12, 1e-3
 RULES = [*map(RecursiveRule, CHILDREN), KSeqRule(), *map(TraversalRule, CHILDREN)]
-TWO = (0, 0, 2, 1)  # two children, each with one: the second's child stands first
+TWO = (0, 0, 2, 1)  # two children with a child each, in the opposite order
 THREE = (0, 0, 0, 2)
 
 
@@ -35,8 +33,8 @@ def name_of(rule):
 
 @functools.cache
 def scenarios():
-    """Random pairs; a draft with fewer tokens than siblings; a target that lacks a token; equal and
-    disjoint pairs.
+    """Returns pairs: random ones, a draft with fewer tokens than siblings, a target that lacks a
+    token, equal and disjoint pairs.
     """
     target, draft = random_distributions(20, 8, 3, 4), random_distributions(21, 8, 3, 4)
     for q, p in zip(target, draft):
@@ -63,7 +61,7 @@ DISTINCT = [RecursiveRule(), RecursiveRule("top_and_drawn"), TraversalRule()]
 
 @pytest.mark.parametrize("rule", [*DISTINCT, KeepsTheSecond()], ids=name_of)
 def test_three_siblings_of_four_tokens_emit_the_targets_distribution(rule):
-    """Of three tokens alone, the third sibling has all that is left, whatever was kept."""
+    """With three tokens, the third sibling has all remaining probability, and hides the mistake."""
     target, draft = random_distributions(22, 8, 4, 2), random_distributions(23, 8, 4, 2)
     joint, _ = enumerate_tree(rule, (0, 0, 0), target, draft, 2)
     error = np.abs(joint - autoregressive(target, 2)).max()
@@ -82,14 +80,14 @@ def test_a_tree_may_be_cut_anywhere(rule):
 @pytest.mark.parametrize(
     "rule, parents, options",
     [
-        # Not normalised again after a refusal.
+        # The draft is not normalised again after a refusal.
         (RecursiveRule("independent"), TWO, dict(drawn="distinct")),
         (MergesEqual(), TWO, {}),
         (RecursiveRule(), TWO, dict(drawn="top")),  # chosen by value, judged as drawn
         (TraversalRule(), TWO, dict(drawn="top")),
         (TraversalRule("independent"), TWO, dict(drawn="distinct")),
         (KSeqRule(), TWO, dict(drawn="distinct")),
-        (WrongOrder(), TWO, {}),  # of siblings
+        (WrongOrder(), TWO, {}),  # the wrong order of siblings
     ],
     ids=str,
 )
@@ -100,9 +98,7 @@ def test_children_must_be_judged_as_they_were_drawn(rule, parents, options):
 
 
 def test_equal_siblings_of_a_rule_for_distinct_ones_are_dead():
-    """Drawn with replacement and judged without: a repeated token has lost its probability. Exact,
-    too.
-    """
+    """Siblings drawn with replacement are exact too: a repeated token has no probability left."""
     target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
     joint, _ = enumerate_tree(RecursiveRule(), TWO, target, draft, 3, drawn="independent")
     assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
@@ -186,7 +182,7 @@ def test_accepted_tokens_of_whole_trees(parents):
 
 
 def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
-    """Runs a walk with these random numbers."""
+    """Runs the rule's walk with these random numbers."""
     with jax.enable_x64(True):
         tree = Draft(
             tokens_BK=jnp.asarray([tokens], jnp.int32),
@@ -203,9 +199,7 @@ def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
 def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(rule, monkeypatch):
-    """Takes 13 tokens, which a folded vocabulary pads: no path and no weight reaches into the
-    padding.
-    """
+    """A folded vocabulary pads 13 tokens: no path and no weight reaches into the padding."""
     batch, vocab_size = 3, 13
     target_BTV, draft_BRV = (
         jax.random.normal(jax.random.key(i), (batch, 5, vocab_size)) for i in range(2)
@@ -242,9 +236,7 @@ def test_a_nan_leaves_out_its_subtree_alone(rule):
     "rule", [RecursiveRule(), RecursiveRule("independent"), TraversalRule()], ids=name_of
 )
 def test_dead_nodes_are_never_accepted(rule):
-    """A greedy draft has one token for three siblings; the rest leave the target's distribution as
-    it is.
-    """
+    """A greedy draft has one token for three siblings; dead siblings do not change the target."""
     q = (0.5, 0.3, 0.2)
     found = walk(rule, [1, 2, 0], [0] * 3, [q] * 4, [[0, 1, 0]] * 4, [0.31, 0.0, 0.0])
     assert_allclose(found.asked_BK, [[0.3, 0, 0]], atol=EXACT)

@@ -1,7 +1,6 @@
-"""What the rules draw in float32, at the edges.
+"""Draws of the rules in float32, at the edges.
 
-Their distributions are enumerated in test_rules.py, and drawn in
-decoding/test_loop_distribution.py.
+test_rules.py enumerates the distributions; decoding/test_loop_distribution.py draws from them.
 """
 
 import functools
@@ -23,7 +22,7 @@ from support.enumeration import COMPILE_FAST, Given, split
 OPTIMISED = True
 
 NUM_TOKENS = 3
-ROWS, VOCAB_SIZE = 20_000, 10  # where each row has distributions of its own
+ROWS, VOCAB_SIZE = 20_000, 10  # each row has its own distributions
 
 RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -40,8 +39,8 @@ def verify(rule, draft, target, keys):
 
 
 def hostile_distributions(rng, steps):
-    """Distributions with excluded tokens, tokens near and below the least float32, and
-    distributions of a single token.
+    """Returns distributions with excluded tokens, with tokens near and below the least float32, and
+    of a single token.
     """
     shape = (ROWS, steps, VOCAB_SIZE)
     logits = rng.normal(size=shape) * rng.choice([0.3, 2, 30], size=shape[:2] + (1,))
@@ -115,7 +114,7 @@ def test_equal_distributions_are_accepted_whatever_the_noise(rule):
 
 
 def test_a_residual_without_mass_falls_back_to_the_target():
-    """Refused although both distributions are equal, as rounding may have it."""
+    """Rounding may refuse a token although both distributions are equal."""
     target = hostile_distributions(np.random.default_rng(7), NUM_TOKENS + 1)
     draft = Draft(
         tokens_BK=np.zeros((ROWS, NUM_TOKENS), np.int32),

@@ -1,4 +1,4 @@
-"""Warps against the rules in their docstring, written out in NumPy float64 with a sort."""
+"""Warps follow the rules in their docstring, written in NumPy float64 with a sort."""
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ def top_ks(vocab_size):
 
 
 def some_logits(vocab_size):
-    """[6, V] float32 in multiples of 1/64: values are equal, or apart by far more than rounding."""
+    """Returns ``[6, V]`` float32 multiples of 1/64: equal, or apart by far more than rounding."""
     rng = np.random.default_rng(vocab_size)
     spread = 2.5 * rng.normal(size=vocab_size)
     peaked = 0.5 * rng.normal(size=vocab_size)
     peaked[vocab_size // 2] += 9
-    # 2, 3, 3, .. equal ones.
+    # Groups of 2, 3, 3, .. equal values.
     tied = -(np.minimum(rng.permutation(vocab_size) + 2, vocab_size) // 3) / 4
     some_excluded = np.where(rng.random(vocab_size) < 0.5, -np.inf, spread)
     some_excluded[1] = 1.0
@@ -47,8 +47,8 @@ def some_logits(vocab_size):
 
 
 def oracle(logits, *steps, dtype=np.float32):
-    """The distribution of the chained ``steps``, float64, and the rows where rounding may
-    decide.
+    """Returns the log-probabilities of the chained ``steps``, float64, and the rows near a
+    threshold.
     """
     x = logits.astype(np.float64)
 
@@ -59,7 +59,7 @@ def oracle(logits, *steps, dtype=np.float32):
         probs /= probs.sum(-1, keepdims=True)
         order = np.argsort(-probs, axis=-1, kind="stable")
         descending = np.take_along_axis(probs, order, axis=-1)
-        before = np.argsort(order, axis=-1)  # how many tokens come first
+        before = np.argsort(order, axis=-1)  # the number of tokens that come first
         if name == "temperature":
             if value < 1e-5:
                 best = np.argmax(x, axis=-1)[..., None]
@@ -75,14 +75,13 @@ def oracle(logits, *steps, dtype=np.float32):
                 [np.zeros(x.shape[:-1] + (1,)), np.cumsum(descending, axis=-1)], axis=-1
             )
             margin = value - np.take_along_axis(mass_to, before, axis=-1)
-            keep = (margin > 0) | (value == 1)  # the others' mass is below 1, however it rounds
+            keep = (margin > 0) | (value == 1)  # p = 1 keeps all, even if the mass rounds to 1
             margin = np.where((value == 1) | (before == 0), np.inf, margin)
         else:
             margin = probs / probs.max(-1, keepdims=True) - value
             keep = margin >= 0
             margin = np.where(probs == probs.max(-1, keepdims=True), np.inf, margin)
-        # Only a token that is not excluded already can be undecided; exact ties at the top never
-        # are.
+        # Excluded tokens are never undecided, nor are exact ties at the top.
         tolerance = NEAR if name == "top_p" else NEAR * value
         undecided |= ((np.abs(margin) < tolerance) & (x > -np.inf)).any(-1)
         x = np.where(keep, x, -np.inf)
@@ -166,7 +165,7 @@ def test_one_token_is_the_argmax_where_logits_of_bfloat16_tie(warp):
     assert_array_equal(warped(chain(warp), logits), warped(greedy(), logits))
 
 
-# A power of two leaves no id beyond the vocabulary.
+# With a power of two, no id lies beyond the vocabulary.
 @pytest.mark.parametrize("vocab_size", [16, 1 << 12, 50_257])
 def test_top_k_keeps_the_tokens_of_the_reference_where_logits_tie(vocab_size):
     logits = np.float32(np.random.default_rng(0).integers(0, 9, (3, vocab_size)))
@@ -178,9 +177,7 @@ def test_top_k_keeps_the_tokens_of_the_reference_where_logits_tie(vocab_size):
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
 def test_every_row_has_its_own_numbers(shape):
-    """A batch with a greedy row, filtered rows and a plain row equals each row alone; [B, V] and
-    [B, T, V].
-    """
+    """Greedy, filtered and plain rows of a batch equal each row alone, in [B, V] and [B, T, V]."""
     columns = dict(
         temperature=[0.0, 0.3, 1.0, 2.5],
         top_k=[7, 2, 200, 50],
@@ -196,7 +193,7 @@ def test_every_row_has_its_own_numbers(shape):
         )
         assert_same_distribution(together[b], alone[0], atol=1e-6)
     sizes = np.asarray(together > -np.inf).reshape(4, -1, 130).sum(-1)
-    # The rows do differ.
+    # The control: the rows differ.
     assert (sizes[0] == 1).all() and (sizes[1] <= 2).all() and (sizes[2] == 130).all()
 
 
@@ -210,9 +207,7 @@ def test_greedy_breaks_ties_to_the_lowest_index(warp):
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 9e-6])
 def test_greedy_never_divides(value):
-    """Huge logits at temperature 0 or nearly 0 make neither NaN nor infinity, not even on
-    the way.
-    """
+    """Huge logits at a temperature near 0 give no NaN or infinity, even in intermediate results."""
     logits = np.float32(
         [[1e30, -1e30, 3e38, -np.inf], [-3e38, -1e30, -np.inf, -np.inf], [0, 1e-30, 0, 0]]
     )
@@ -247,9 +242,7 @@ def test_float64_stays_float64():
 
 
 def test_trees_of_different_warps_differ():
-    """jit finds its program by the tree: were two kinds of warp equal there, one might run as the
-    other.
-    """
+    """jit selects a program by the tree: with equal trees, one warp might run as another."""
     warps = [temperature(0.5), top_k(1), top_p(0.5), min_p(0.5), first_tokens(1), greedy()]
     warps += [chain(warp) for warp in warps] + [
         chain(a, b) for a in warps for b in warps if a is not b
@@ -262,8 +255,8 @@ def test_trees_of_different_warps_differ():
 
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
 def test_the_nucleus_of_a_public_vocabulary(vocab_size):
-    """Of K + 1 rows or one, folded with padding and without: each token but those whose mass is
-    within 1e-6 of p.
+    """Tokens are right unless their mass is within 1e-6 of p, for K + 1 rows or one, and with
+    padding of a folded vocabulary or without.
     """
     logits = np.float32(
         np.random.default_rng(0).normal(size=(5, vocab_size)) * [[0.01], [1], [2.5], [4], [8]]

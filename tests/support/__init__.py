@@ -1,3 +1,1 @@
-"""What the tests share: models small enough to enumerate, mistakes to catch, stand-ins and runners
-of scripts.
-"""
+"""Shared by tests: models to enumerate, mistakes to catch, stand-ins, and runners of scripts."""

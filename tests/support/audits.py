@@ -25,9 +25,7 @@ def subject_of(pair, prompts, *, max_new_tokens=64, seed=0, **decoding):
 
 
 def table_subject(model=TableLM(V), *, target=TARGET, draft=NEAR, **changes):
-    """Returns a pair of tables with prompts and a method; ``changes`` replaces arguments of
-    `subject_of`.
-    """
+    """Returns a pair of tables with prompts and a method; ``changes`` go to `subject_of`."""
     draft_model = TableLM(model.vocab_size)
     pair = Pair(target=model, target_params=target, draft=draft_model, draft_params=draft)
     nucleus = chain(temperature(0.8), top_p(0.9))

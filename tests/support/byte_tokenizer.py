@@ -8,9 +8,7 @@ from specsamp.decoding.text import Continuation
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """Encodes UTF-8 bytes, with one more token for the end of a text; for models without a
-    vocabulary of their own.
-    """
+    """Encodes UTF-8 bytes, and one token for the end of a text, for models without a vocabulary."""
 
     vocab_size = 257
     eos_id = 256

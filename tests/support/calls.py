@@ -1,4 +1,4 @@
-"""Compiled calls of small models, and what tests give them."""
+"""Compiled calls of small models, and their inputs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The model of the checkpoints that the tests write, and how they read and spoil them."""
+"""The model of the tests' checkpoints, and functions that read and edit them."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def random_params(config, seed=0):
 
 
 def write_random_head(folder, target_name):
-    """Writes an EAGLE-3 head for the model, which has too few layers for the usual ones."""
+    """Writes an EAGLE-3 head for the model, which has too few layers for the usual choice."""
     head = FeatureHead(
         Eagle3Config(
             layer=dataclasses.replace(CONFIG, num_layers=1),

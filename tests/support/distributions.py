@@ -1,6 +1,4 @@
-"""Distributions that rules are enumerated on: every kind of pair under every warp, random ones, and
-constant ones.
-"""
+"""Distributions for the enumeration of rules: all kinds under all warps, random, constant."""
 
 import functools
 
@@ -36,13 +34,13 @@ def log(probs):
 
 
 def warped(warp, logits):
-    """The distributions in float64."""
+    """Returns the warped log-probabilities in float64."""
     with jax.enable_x64(True):
         return np.asarray(warp_and_normalise(warp, logits))
 
 
 def kinds_of_logits(rng, shape):
-    """Target and draft logits, by the way in which they differ."""
+    """Returns target and draft logits, by the kind of their difference."""
     target = rng.normal(size=shape) * 1.5
     other = rng.normal(size=shape) * 2
     one_hot = np.where(
@@ -72,8 +70,8 @@ def kinds_of_logits(rng, shape):
 
 @functools.cache
 def grid(vocab_size):
-    """Scenario names, target distributions, draft distributions: every kind of pair under every
-    warp.
+    """Returns scenario names, target distributions and draft distributions: every kind of pair
+    under every warp.
     """
     lengths = [vocab_size**n for n in range({3: 7, 4: 5}[vocab_size])]
     kinds = kinds_of_logits(np.random.default_rng(vocab_size), (sum(lengths), vocab_size))
@@ -106,9 +104,7 @@ def random_distributions(seed, scenarios, vocab_size, depth):
 
 
 def constant(probs, depth):
-    """The distribution ``probs`` after every prefix; a batch of distributions is a batch of
-    scenarios.
-    """
+    """Returns the distribution ``probs`` after every prefix; its rows are scenarios."""
     log_probs_SV = log(np.atleast_2d(probs))
     return [
         np.repeat(log_probs_SV[:, None], log_probs_SV.shape[-1] ** n, axis=1) for n in range(depth)

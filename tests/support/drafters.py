@@ -35,18 +35,16 @@ from support.heads import WIDTH, dflash2, dspark, eagle3, medusa, mtp
 from support.weights import drawn_params
 
 V, LAYERS, K = 24, 2, 3
-ERROR = 0.6  # of the parameters of a draft
+ERROR = 0.6  # size of the noise on a draft's parameters
 SHAPE = dict(width=WIDTH, num_heads=2, feedforward_width=16, positions="rotary")
-# N-grams and a window, so that a wrong token or slot anywhere in the cache is seen.
+# N-grams and a window, so that a wrong token or slot anywhere in the cache shows.
 MEMORY = dict(ngram_rows=32, window=12, global_layers=(1,))
 TARGET = TransformerLM(TransformerConfig(vocab_size=V, num_layers=LAYERS, **MEMORY, **SHAPE))
 
 
 @functools.cache
 def sharp(model):
-    """Returns parameters with which distributions depend much on the text, and little on
-    rounding.
-    """
+    """Returns parameters whose distributions depend much on the text, and little on rounding."""
     return jax.tree.map(lambda x: 2 * x if x.dtype == jnp.float32 else x, drawn_params(model))
 
 
@@ -58,7 +56,7 @@ class Kind:
       pair: makes the pair of a target.
       drafter: makes the drafter of a pair, which may be sharded.
       lengths: draft lengths to choose from.
-      perfect: the first so many tokens of a draft are those of the target.
+      perfect: number of first drafted tokens that have the target's distribution.
     """
 
     pair: Callable
@@ -82,7 +80,7 @@ def twice(target):
 
 
 def with_errors(pair):
-    """Returns the pair with another draft, some of whose tokens are rejected."""
+    """Returns the pair with a noisy draft, some of whose tokens are rejected."""
     model = pair.head if pair.draft is None else pair.draft
     if model is None:
         return pair
@@ -95,7 +93,7 @@ def with_errors(pair):
 
 
 def of_head(make, drafter, lengths=(0, K), **options):
-    """Returns the kind of a head that is made for a vocabulary."""
+    """Returns the kind of drafter of a head, which is made for a vocabulary."""
 
     def pair(target):
         head = make(target.config.vocab_size)
@@ -105,7 +103,7 @@ def of_head(make, drafter, lengths=(0, K), **options):
 
 
 def vocabulary_of(size):
-    """Every odd token is two ids of the draft, so that its text is longer than the target's."""
+    """Returns a vocabulary in which odd tokens are two draft ids: the draft's text is longer."""
     ids_V = [token if token % 2 == 0 else -1 for token in range(size)]
     reading_VM = [
         [token, -1] if token % 2 == 0 else [V + token % 5, token] for token in range(size)
@@ -134,9 +132,7 @@ class EqualVotes(VotingDrafter):
 
 
 def with_params(parts):
-    """Returns a function that makes a pair without a draft, with parameters for each part of a
-    drafter.
-    """
+    """Returns a function that makes a pair without a draft, but with parameters for each part."""
 
     def pair(target):
         models = [
@@ -210,7 +206,7 @@ DRAFTERS = {
     "Medusa tree": of_head(MEDUSA, FeatureTree, **SHAPED),
     "block tree": of_head(DSPARK, BlockTree, **SHAPED),
 }
-# Without a model of their own, or with parts that share the pair's draft.
+# Drafters without a model of their own, or with parts that share the pair's draft.
 OTHERS = {
     "none": Kind(alone, lambda pair: NoDrafter()),
     "prompt lookup": Kind(alone, lambda pair: NgramDrafter(K)),

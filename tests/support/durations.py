@@ -1,4 +1,4 @@
-"""The record of how long tests take, by file and function."""
+"""The record of test durations, by file and function."""
 
 import collections
 import json
@@ -26,9 +26,7 @@ def read():
 
 
 class Recorder:
-    """A plugin of pytest that writes the record. A complete run starts anew, others change what
-    they ran.
-    """
+    """A plugin of pytest that writes the record: anew if the run is complete, else in part."""
 
     def __init__(self, *, complete):
         self.complete = complete

@@ -1,14 +1,13 @@
-"""The exact distribution of what speculative sampling emits, by enumeration: an oracle that knows
-no loop.
+"""The exact distribution of speculative sampling by enumeration, independent of the loop.
 
 A rule splits into an acceptance distribution, a map from yes/no answers to ``n``, and a residual
-distribution. Over a small vocabulary everything else can be summed: all ``V^K`` drafts, weighted
-with the distribution they are drawn from, all ``2^K`` patterns of answers, weighted with the
-acceptance distribution, all appended tokens. That is one round from one prefix, and the rounds are
-chained until ``length`` tokens are out. Nothing is drawn, so an exact rule reproduces the target's
-own joint distribution to rounding, here in float64.
+distribution. Over a small vocabulary, the sums are finite: over all ``V^K`` drafts, weighted with
+the distribution they are drawn from, all ``2^K`` patterns of answers, weighted with the acceptance
+distribution, and all appended tokens. That is one round from one prefix, and rounds are chained
+until ``length`` tokens are out. Nothing is drawn, so that an exact rule reproduces the target's own
+joint distribution to rounding, here in float64.
 
-(The coupled rule has no such split: its answers are the agreement of two choices. It emits the
+(The coupled rule does not split: its answers are the agreement of two choices. It emits the
 target's own choices, which decoding/test_pathwise.py compares token by token.)
 
 Distributions are tables that see the *whole* prefix. ``distributions[n]`` is ``[S, V**n, V]``, the
@@ -38,7 +37,7 @@ COMPILE_FAST = {"xla_backend_optimization_level": 0}
 
 
 def autoregressive(target: Distributions, length: int) -> np.ndarray:
-    """The target's own joint distribution of ``length`` tokens, ``[S, V**length]``."""
+    """Returns the target's own joint distribution of ``length`` tokens, ``[S, V**length]``."""
     joint = np.ones((target[0].shape[0], 1))
     for table in target[:length]:
         joint = (joint[..., None] * np.exp(table)).reshape(joint.shape[0], -1)
@@ -48,8 +47,8 @@ def autoregressive(target: Distributions, length: int) -> np.ndarray:
 def joint_distribution(
     rule: Rule, target: Distributions, draft: Distributions, **options
 ) -> np.ndarray:
-    """The joint distribution of the first tokens that rounds of ``rule`` emit, ``[S, V**length]``;
-    as `chain_rounds`.
+    """Returns the joint distribution of the first tokens that rounds of ``rule`` emit, ``[S,
+    V**length]``; see `chain_rounds`.
     """
     return chain_rounds(rule, target, draft, **options)[0]
 
@@ -69,7 +68,7 @@ def chain_rounds(
 
     Args:
       target, draft: tables for every prefix shorter than ``length + num_tokens``.
-      num_drafted: one entry for each length of prefix; this and the rest as in `enumerate_round`.
+      num_drafted: one entry for each length of prefix; see `enumerate_round`.
 
     Returns:
       The joint distribution of the tokens, and for each length of prefix the probability that a
@@ -102,9 +101,9 @@ class Rounds:
 
     @property
     def joint_SXDNV(self) -> np.ndarray:
-        """The distribution of (draft, n, appended token)."""
+        """Returns the distribution of (draft, n, appended token)."""
         drafted = self.drafted_SXD[..., None, None]
-        # Drafts that are never drawn may leave a rule undefined; those that are drawn may not.
+        # A rule may be undefined only for drafts that are never drawn.
         return np.where(
             drafted > 0, drafted * self.num_accepted_SXDN[..., None] * self.last_SXDNV, 0
         )
@@ -114,7 +113,7 @@ class Rounds:
         return self.joint_SXDNV.sum((2, 4)) @ np.arange(self.num_accepted_SXDN.shape[-1])
 
     def emitted(self, n: int) -> np.ndarray:
-        """The joint probability of accepting n tokens and of the n + 1 tokens emitted, [S, X,
+        """Returns the joint probability of n accepted tokens and n + 1 emitted ones, [S, X,
         V**(n+1)].
         """
         joint = self.joint_SXDNV[:, :, :, n]
@@ -134,18 +133,18 @@ def enumerate_round(
     shown: Distributions | None = None,
     dtype: type = np.float64,
 ) -> Rounds:
-    """One round from every prefix of ``target[0]``, whose length need not be zero.
+    """Enumerates one round from every prefix of ``target[0]``, whose length need not be zero.
 
     Args:
       target, draft: ``target[i]`` conditions on the prefix and i drafted tokens; i up to K, or K -
         1.
-      num_drafted: broadcasts to ``[S, X, D]``; K if None. It may depend on the drafted tokens as a
-        stopping time does, that is, whether it exceeds i on the first i alone. What lies beyond it
-        is drafted all the same, handed to the rule, and must not matter.
+      num_drafted: broadcasts to ``[S, X, D]``; K if None. It may depend on the drafted tokens like
+        a stopping time: whether it exceeds i, on the first i tokens alone. Later tokens are still
+        drafted and passed to the rule, and must have no effect.
       one_hot: ``draft`` holds one-hot distributions; the rule is given no distributions.
-      shown: the distributions shown to the rule where they are not those drawn from (a bug, for
-        negative controls).
-      dtype: in which the rule computes; the sums over its answers are in float64 in any case.
+      shown: the distributions shown to the rule, if they differ from the distributions of the draws
+        (a bug, for negative controls).
+      dtype: of the rule's results; sums over its answers are always in float64.
     """
     scenarios, prefixes, vocab_size = target[0].shape
     drafts_DK = np.array(list(itertools.product(range(vocab_size), repeat=num_tokens)), np.int32)
@@ -181,7 +180,7 @@ def enumerate_round(
         dtype,
     )
     acceptance, residual = acceptance.astype(np.float64), residual.astype(np.float64)
-    # From independent yes/no answers to the distribution of n, by the rule's own reading of them.
+    # The rule reads the distribution of n from independent yes/no answers.
     patterns_PK = np.array(list(itertools.product([False, True], repeat=num_tokens)), bool)
     n_P = np.asarray(rule.num_accepted(jnp.asarray(patterns_PK)))
     patterns_RP = np.where(patterns_PK, acceptance[:, None], 1 - acceptance[:, None]).prod(-1)
@@ -196,8 +195,8 @@ def enumerate_round(
 
 
 def along_drafts(distributions: Distributions, steps: int, num_tokens: int) -> np.ndarray:
-    """The distributions after the first 0, 1, .. tokens of each draft of each prefix, ``[S, X, D,
-    steps, V]``.
+    """Returns the distributions after the first 0, 1, .. tokens of each draft of each prefix, ``[S,
+    X, D, steps, V]``.
     """
     if not steps:
         return np.zeros(0)
@@ -209,7 +208,7 @@ def along_drafts(distributions: Distributions, steps: int, num_tokens: int) -> n
 
 
 class Given(TargetDistributions):
-    """Target distributions that are warped and normalised already."""
+    """Target distributions that are already warped and normalised."""
 
     def __init__(self, target_log_probs: jax.Array, draft: Draft):
         super().__init__(logits_BTV=target_log_probs, warp=chain(), draft=draft)
@@ -226,8 +225,8 @@ def split(
     target: np.ndarray,
     dtype: type = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V], computed in
-    ``dtype``.
+    """Returns ``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V],
+    computed in ``dtype``.
     """
     log_probs = None if log_probs is None else log_probs.astype(dtype)
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
@@ -239,8 +238,8 @@ def split(
 def in_chunks(
     function: Callable, rule: Rule, draft: Draft, target: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of ``function(rule, draft, target)``, in float64 or as given, by calls of
-    one fixed shape.
+    """Returns the arrays of ``function(rule, draft, target)``, in float64 or as given, in chunks of
+    one shape.
     """
     rows, pieces = len(target), []
     with jax.enable_x64(True):

@@ -1,6 +1,4 @@
-"""Packages that some tests need and plain pytest may lack: those tests are skipped, and the summary
-says so.
-"""
+"""Packages that some tests require and plain pytest may lack; the summary reports skipped tests."""
 
 import importlib.util
 import pathlib
@@ -14,9 +12,7 @@ ON_LINUX_X86 = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def shellcheck():
-    """Returns the path of the program, beside this Python or on the path; None where it
-    is missing.
-    """
+    """Returns the path of the program, next to this Python or on the path; None without it."""
     beside = pathlib.Path(sys.executable).with_name("shellcheck")
     return str(beside) if beside.exists() else shutil.which("shellcheck")
 
@@ -28,7 +24,7 @@ def is_here(name):
     return importlib.util.find_spec(name) is not None
 
 
-# What the extra `test` of setup.py installs, and what is left out without it.
+# Packages of the extra `test` of setup.py, and the tests that are skipped without each.
 LEFT_OUT = {
     "xdist": "a second worker: the tests take twice as long",
     "matplotlib": "figures and notebooks",
@@ -46,12 +42,12 @@ LEFT_OUT = {
     "libtpu": "programs compiled for TPUs",
 }
 if not ON_LINUX_X86:
-    del LEFT_OUT["libtpu"]  # there is none for this platform
+    del LEFT_OUT["libtpu"]  # not built for this platform
 MISSING = {name: what for name, what in LEFT_OUT.items() if not is_here(name)}
 
 
 def slow_but(values, *quick):
-    """Returns parameters of a test, all slow but the ``quick`` ones."""
+    """Returns parameters of a test, all slow except the ``quick`` ones."""
     each = [(value if isinstance(value, tuple) else (value,), value in quick) for value in values]
     return [
         pytest.param(*value, marks=[] if is_quick else [pytest.mark.slow])
@@ -60,6 +56,6 @@ def slow_but(values, *quick):
 
 
 def needs(*names):
-    """Returns a mark that skips a test, or a module, where one of the packages is missing."""
+    """Returns a mark that skips a test, or a module, if one of the packages is missing."""
     missing = [name for name in names if not is_here(name)]
     return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Stands for gcloud, xpk, ssh and scp, in the folder FAKE: notes each call, tells the first of the lines of `states`, and
-# runs what goes over ssh in the folders of two workers. Files
-# named busy, drops and node make it refuse to delete once, lose a connection once, and know a node without a request.
+# Stands for gcloud, xpk, ssh and scp, in the folder FAKE: records each call, prints the first line
+# of `states`, and runs the commands of ssh in the folders of two workers. With a file busy it
+# refuses one deletion, with a file drops it loses one connection, and with a file node it has a
+# node without a request.
 set -eu
 cd "$FAKE"
 printf '%s\x1f' "$(basename "$0")" "$@" >>calls
 echo >>calls
-[[ -e states ]] || exit 99 # nothing may be asked
+[[ -e states ]] || exit 99 # no call is expected
 command="" worker=""
 for argument; do
   case "$argument" in
@@ -28,7 +29,7 @@ case "$*" in
   *"queued-resources delete"*)
     if [[ -e busy ]]; then rm busy && exit 1; fi
     printf '%s\n' MISSING WAITING_FOR_RESOURCES ACTIVE >states
-    rm -rf w-0 w-1 && mkdir w-0 w-1 # other machines
+    rm -rf w-0 w-1 && mkdir w-0 w-1 # new machines
     ;;
   *"tpu-vm describe"*) [[ -e node ]] || { echo "ERROR: (gcloud) Resource 'pod' was not found" >&2 && exit 1; } ;;
   *"tpu-vm scp"*"pod:specsamp"*)

@@ -1,6 +1,4 @@
-"""Table models and the exact distributions they imply: small enough to enumerate, honest enough to
-see cache bugs.
-"""
+"""Table models and exact distributions: small enough to enumerate, and sensitive to cache bugs."""
 
 import collections
 import dataclasses
@@ -36,14 +34,13 @@ jax.monitoring.register_event_duration_secs_listener(count_compilation)
 
 
 def compiled_programs():
-    """The number of compiled programs of the loop, and of prefill."""
+    """Returns the numbers of compiled programs of the loop and of prefill."""
     return COMPILED["jit(_run)"], COMPILED["jit(prefill)"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TableLM(LanguageModel):
-    """Logits looked up by the last three tokens; all but the current call's are read from the
-    cache.
+    """Looks logits up by the last three tokens; tokens before the current call are in the cache.
 
     Weights are a table ``[V+1, V+1, V+1, V]``; index V stands for "before the text".
     """
@@ -79,12 +76,10 @@ class TableLM(LanguageModel):
 
 @dataclasses.dataclass(frozen=True)
 class LayeredTableLM(LayeredModel):
-    """A stack of table models: each layer adds to the logits what its own cache and its own table
-    say.
+    """A stack of table models: each layer adds logits from its own table and cache.
 
-    Weights are ``[layers, V+1, V+1, V+1, V]``; the stream holds tokens and logits. What a layer's
-    cache holds of earlier calls is the tokens that this layer was run for, so a draft that stops
-    early writes its layers alone.
+    Weights are ``[layers, V+1, V+1, V+1, V]``; the stream holds tokens and logits. A layer's cache
+    has the tokens that this layer was run for, so that an early exit writes only its own layers.
     """
 
     vocab_size: int
@@ -150,7 +145,7 @@ def random_table(seed, vocab_size, scale=1.0):
 
 
 def near(table, seed, scale):
-    """A table close to another one: a good draft."""
+    """Returns a table close to this one: a good draft."""
     return table + scale * jnp.asarray(
         np.random.default_rng(seed).normal(size=table.shape), jnp.float32
     )
@@ -184,8 +179,8 @@ def prefix_tables(table, warp, prompt, depth, penalised=None):
 
 
 def joint_distribution(table, warp, prompt, length, penalised=None):
-    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration; as
-    `prefix_tables`.
+    """Returns the distribution of the next ``length`` tokens, ``[V] * length`` float64, by
+    enumeration; see `prefix_tables`.
     """
     joint = autoregressive(prefix_tables(table, warp, prompt, length, penalised), length)
     return joint.reshape((table.shape[-1],) * length)
@@ -193,13 +188,13 @@ def joint_distribution(table, warp, prompt, length, penalised=None):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Rows of a run on table models, prompt-major."""
+    """A run on table models; its rows are prompt-major."""
 
     state: object
     prompt_lengths: np.ndarray
 
     def emitted(self, length):
-        """The first ``length`` emitted tokens of each row."""
+        """Returns the first ``length`` emitted tokens of each row."""
         tokens = np.asarray(self.state.tokens_BS)
         return np.take_along_axis(
             tokens, self.prompt_lengths[:, None] + np.arange(length)[None, :], axis=1
@@ -222,9 +217,7 @@ def prefill(
     padded_length=None,
     slots=None,
 ):
-    """Returns the state of ``loop`` after it has read the prompts, as `generate` would make it, of
-    bare arrays.
-    """
+    """Returns the state of ``loop`` after prefill of these prompts, as `generate` would make it."""
     lengths = np.array([len(p) for p in prompts], np.int32)
     budgets = np.broadcast_to(np.asarray(budgets, np.int32), lengths.shape)
     padded = np.full((len(prompts), padded_length or lengths.max()), 1, np.int32)
@@ -271,9 +264,7 @@ def decode(
     adaptive=None,
     **options,
 ):
-    """Runs ``loop``, with draft lengths that may adapt, until no row is running; ``options`` as of
-    `prefill`.
-    """
+    """Runs ``loop`` until no row is running; ``options`` as of `prefill`."""
     if adaptive is not None:
         loop = dataclasses.replace(loop, adaptive=adaptive.for_batch(len(prompts) * samples))
     state = prefill(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
@@ -286,7 +277,7 @@ def decode(
 
 
 def texts(state):
-    """Returns the tokens of each row, its prompt's included."""
+    """Returns the tokens of each row, with its prompt."""
     return [
         row[:length].tolist()
         for row, length in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))
@@ -298,8 +289,8 @@ def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):
 
 
 def chi_square(samples, distribution):
-    """Pearson's statistic of ``samples [N, L]`` against a joint distribution; returns (statistic,
-    degrees).
+    """Returns Pearson's statistic of ``samples [N, L]`` against a joint distribution, and its
+    degrees of freedom.
     """
     cells = np.ravel_multi_index(samples.T, distribution.shape)
     observed = np.bincount(cells, minlength=distribution.size)
@@ -313,28 +304,29 @@ def chi_square(samples, distribution):
 
 
 FALSE_ALARM = 1e-5
-# At which every mistake of test_mutants.py is far out; 0.01 would take nine times the samples.
+# At this value, the mistakes of test_mutants.py are far out; 0.01 would take nine times the
+# samples.
 DETECTED_TV = 0.03
 POWER = 0.99
 
 
 def power(degrees, samples, groups):
-    """The probability that a TV error of `DETECTED_TV` in one of ``groups`` tests is seen."""
+    """Returns the probability that a TV error of `DETECTED_TV` in one of ``groups`` tests shows."""
     shift = 4 * DETECTED_TV**2 * samples  # a TV error e moves the statistic by at least 4 e^2 N
     return scipy.stats.ncx2.sf(scipy.stats.chi2.isf(FALSE_ALARM / groups, degrees), degrees, shift)
 
 
 @functools.cache
 def samples_for(degrees, groups):
-    """The fewest samples, in steps of a thousand, at which `p_value` has its power."""
+    """Returns the fewest samples, in steps of a thousand, that give `p_value` its power."""
     return next(n for n in itertools.count(1_000, 1_000) if power(degrees, n, groups) > POWER)
 
 
 def p_value(groups, powered=True):
-    """The p-value of the worst of several (samples, distribution), corrected for their number.
+    """Returns the p-value of the worst of several (samples, distribution), corrected for their
+    number.
 
-    Checks, unless ``powered`` is false, that a TV error of `DETECTED_TV` in a single one of them
-    would have been seen.
+    Unless ``powered`` is false, checks that a TV error of `DETECTED_TV` in one of them would show.
     """
     worst = 1.0
     for samples, distribution in groups:
@@ -347,11 +339,11 @@ def p_value(groups, powered=True):
 
 @dataclasses.dataclass(frozen=True)
 class CountingLM(LanguageModel):
-    """Writes the successor of its last token: a -> b -> c ...; draws nothing."""
+    """Writes the successor of its last token, a -> b -> c ..., without randomness."""
 
     vocab_size: int = BYTES
     max_positions: int | None = 64
-    stumbles_at: int = -1  # predicts this token's successor wrongly
+    stumbles_at: int = -1  # the token whose successor it predicts wrongly
 
     def init_cache(self, batch, slots):
         return jnp.zeros((batch, 1))

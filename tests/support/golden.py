@@ -1,9 +1,8 @@
-"""Small models of every family: their tokens, logits and greedy text as Hugging Face transformers
-computes them.
+"""Small models of every family: tokens, logits and greedy text by Hugging Face transformers.
 
-Weights are not stored. They are made from their names, by a generator whose raw bits NumPy keeps
-for ever; what is stored is ``config.json``, names and shapes, tokens and results. The script that
-wrote the files is ``tests/support/golden_maker.py`` of commit 89baef4f.
+Files have ``config.json``, names and shapes, tokens and results, but no weights: these are made
+from their names, by a generator whose raw bits NumPy keeps for ever. The script that wrote the
+files is ``tests/support/golden_maker.py`` of commit 89baef4f.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden"
-# A Llama 3 whose text ends with so many mask tokens, and is no family of its own.
+# A Llama 3 whose text ends with this many mask tokens; not a family of its own.
 PARD, MASKS = "pard", 4
 NAMES = sorted({path.stem for path in FOLDER.glob("*.safetensors")} - {PARD})
 PROMPT = 12  # tokens before the greedy text, of each row
@@ -26,16 +25,16 @@ PROMPT = 12  # tokens before the greedy text, of each row
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Golden:
-    """What transformers says of one model."""
+    """Inputs and results of transformers for one model."""
 
     config: dict  # of config.json
     shapes: dict[str, tuple[int, ...]]  # of the checkpoint's tensors
     tokens_BT: np.ndarray
     logits_BTV: np.ndarray
-    greedy_BT: np.ndarray  # what follows the first PROMPT tokens
+    greedy_BT: np.ndarray  # tokens after the first PROMPT ones
 
     def write_checkpoint(self, folder: pathlib.Path) -> pathlib.Path:
-        """As a folder in the format of the hub."""
+        """Writes the model as a folder in the format of the hub."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         save_file(
@@ -55,9 +54,7 @@ def read(name: str) -> Golden:
 
 
 def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Uniform, of a size at which everything matters: attention is neither flat nor a
-    single token.
-    """
+    """Returns uniform weights, so large that attention is neither flat nor on a single token."""
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
     noise = ((raw >> 40).astype(np.float64) / 2**24 - 0.5) * math.sqrt(12)
     if name.endswith("bias"):

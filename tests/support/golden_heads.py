@@ -1,6 +1,6 @@
-"""Small heads as the package speculators writes them, and their logits as it computes them.
+"""Small heads in the format of the package speculators, and their logits by that package.
 
-As of golden.py, weights are made from their names. The script that wrote the files is
+As in golden.py, weights are made from their names. The script that wrote the files is
 ``tests/support/head_maker.py`` of commit 89baef4f.
 """
 
@@ -71,7 +71,7 @@ EAGLE3_SHAPES |= {"midlayer.hidden_norm.weight": (8,), "midlayer.input_layernorm
 
 
 def recipe(shapes):
-    """Weights of the golden passes: tensor j of the sorted names, element i; norms are near one."""
+    """Returns weights of the golden passes: tensor j by name, element i; norms are near one."""
     tensors = {}
     for j, name in enumerate(sorted(shapes)):
         wave = np.sin(1.3 * np.arange(np.prod(shapes[name])) + j).reshape(shapes[name])

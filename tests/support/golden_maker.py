@@ -66,7 +66,7 @@ def make(config: dict) -> golden.Golden:
 
 
 def module_shapes(shapes: dict, width: int) -> dict:
-    """Returns the tensors of a MiMo's module; see test_mimo.py for what it computes."""
+    """Returns the shapes of a MiMo's module, which test_mimo.py describes."""
     prefix = "model.mtp_layers.0"
     module = {
         name.replace("model.layers.0", prefix): shapes[name]

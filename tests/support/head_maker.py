@@ -69,9 +69,7 @@ def run_eagle(model, hidden, tokens) -> dict:
 
 
 def run_blocks(model, hidden, tokens) -> dict:
-    """Returns logits and confidences of all blocks, given the true tokens before, ``[A,
-    b, ...]``.
-    """
+    """Returns logits and confidences of all blocks, given the true tokens, ``[A, b, ...]``."""
     anchors = tokens.shape[1] - BLOCK
     given = (
         hidden,

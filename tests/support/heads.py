@@ -1,4 +1,4 @@
-"""Targets and heads small enough to enumerate, and the weights of the golden forward passes."""
+"""Targets and heads small enough to enumerate."""
 
 import dataclasses
 import functools
@@ -22,9 +22,7 @@ WIDTH, LAYERS = 8, 6
 
 @dataclasses.dataclass(frozen=True)
 class LayeredTable(TableLM, LayeredModel):
-    """A table model with hidden states: waves of the token and of the layer; its output is a fixed
-    matrix.
-    """
+    """A table model with hidden states, waves of token and layer, and a fixed output matrix."""
 
     num_layers = LAYERS
     width = WIDTH
@@ -100,7 +98,7 @@ def dflash2(vocab_size, **changes):
 
 @dataclasses.dataclass(frozen=True)
 class ShowsTokens(LayeredTable):
-    """Its hidden states are its tokens, ten times as large in each layer."""
+    """A table model whose hidden states are its tokens, ten times as large in each layer."""
 
     width = 1
 
@@ -116,12 +114,11 @@ UNKNOWN = -1.0
 
 @dataclasses.dataclass(frozen=True)
 class TableHead(FeatureHead):
-    """Looks the target's logits up: by the token, the feature before it, and the feature before
-    that, from its cache.
+    """Looks up the target's logits by a token and the two features before it, the first one cached.
 
-    So right features give the target's own distribution, and acceptance 1. What it returns as a
-    feature of its own has lost its token: a second drafted token is not always accepted, and an
-    entry made of it harms the next round.
+    Right features thus give the target's own distribution, and acceptance 1. A returned feature
+    lacks its token: a second drafted token is not always accepted, and a cache entry with this
+    feature harms the next round.
     """
 
     def prepare(self, params):
@@ -158,9 +155,7 @@ class TableHead(FeatureHead):
 
 
 def table_head(vocab_size, layer=0):
-    """A `TableHead` that reads the tokens that a `ShowsTokens` shows in ``layer``; ten times as
-    large, they are wrong.
-    """
+    """Returns a `TableHead` on ``layer`` of a `ShowsTokens`; only layer 0 has the right tokens."""
     shape = layer_config(vocab_size, width=4, num_heads=1, head_size=2)
     shape = Eagle3Config(
         layer=shape,
@@ -175,12 +170,12 @@ def table_head(vocab_size, layer=0):
 
 @dataclasses.dataclass(frozen=True)
 class TableBlock(BlockHead):
-    """Looks the target's logits up by the last two tokens of the context, from its cache, and the
-    pending token.
+    """Looks up the target's logits by the pending token and the two tokens of the context before
+    it, from its cache.
 
-    So a right context gives the target's own distribution of the first token, and of all tokens
-    with the correction. Without it the other rows say nothing. Its confidence is high after token 0
-    alone.
+    A right context thus gives the target's own distribution of the first token and, with the
+    correction, of all tokens. Without the correction, later rows are uniform. Its confidence is
+    high only after token 0.
     """
 
     def prepare(self, params):

@@ -1,4 +1,4 @@
-"""Small models with recurrent layers beside attention."""
+"""Small models with recurrent layers and attention."""
 
 import functools
 

@@ -1,6 +1,4 @@
-"""The target, drafts and prompts whose distributions are tested through the loop, and the test
-itself.
-"""
+"""Target, drafts and prompts whose distributions are tested through the loop, and the test."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +24,7 @@ PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
 FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
-# Some rows want one token, some two, and some pause and try again: all widths, and catching up, in
-# a few rounds.
+# In a few rounds, rows draft one token, two, or pause and try again: all widths, and catching up.
 RESTLESS = Adaptive(
     lengths=(0, 2),
     costs_ms=(1, 2.0),
@@ -53,11 +50,11 @@ def distribution_test(
     expected=None,
     **options,
 ):
-    """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by
-    default.
+    """Returns the p-value of ``length`` tokens of every prompt, by default of as many samples as
+    its power requires.
 
-    Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form.
-    ``expected``: the distribution of each prompt; default that of ``sampling``.
+    Rows have budgets of their own. ``target``: weights of the loop's target, in any form.
+    ``expected``: the distribution of each prompt; default: of ``sampling``.
     """
     distributions = expected or [
         joint_distribution(TARGET, sampling, prompt, length) for prompt in prompts
@@ -73,10 +70,9 @@ def distribution_test(
 
 
 def first_token(drafter, target, draft, *, rule=TokenRule(), parts=0, adaptive=None):
-    """Returns how often token 0 is written first, and what is drafted is accepted.
+    """Returns the shares of token 0 as first token and of accepted drafts.
 
-    The target and the draft, or each of its ``parts``, have these probabilities of two tokens
-    everywhere.
+    The target and the draft, or each of its ``parts``, give two tokens these probabilities.
     """
     target, draft = (
         jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in (target, draft)
@@ -89,7 +85,7 @@ def first_token(drafter, target, draft, *, rule=TokenRule(), parts=0, adaptive=N
 
 
 def cut_at_stop(run, distribution, stop):
-    """Samples and distribution of texts cut after ``stop``, both padded with ``stop``."""
+    """Returns samples and distribution of texts cut after ``stop``, both padded with ``stop``."""
     length = distribution.ndim
     lengths = np.asarray(run.state.lengths_B) - run.prompt_lengths
     emitted = np.where(np.arange(length)[None, :] < lengths[:, None], run.emitted(length), stop)

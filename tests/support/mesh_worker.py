@@ -51,7 +51,7 @@ def pair() -> Pair:
 
 
 def mesh(*sizes):
-    """Makes a mesh of all eight devices, in which those of a process lie apart."""
+    """Makes a mesh of all eight devices, in which the devices of a process lie apart."""
     return make_mesh(*sizes, devices=[jax.devices()[3 * i % 8] for i in range(8)])
 
 
@@ -60,8 +60,8 @@ def tokens(completions) -> list[list[int]]:
 
 
 def decode(folder: pathlib.Path) -> None:
-    """Both hold one model together, and sequences are split between them."""
-    # Clocks differ; which K they choose, and how often a phase is repeated, must not.
+    """Decodes with one model over both processes, and with sequences split between them."""
+    # Clocks differ; the chosen K and the repeats of a phase must not.
     assert distributed.gather_objects(1.0 + jax.process_index())[0] == 1.0
     results = {}
     results["one model over both"] = tokens(generate(shard(pair(), mesh(1, 8)), PROMPTS, **CALL))
@@ -70,7 +70,7 @@ def decode(folder: pathlib.Path) -> None:
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
     results["rows over both, streamed"] = [streamed[key] for key in sorted(streamed)]
-    # Hosts have disks of their own: the first one's counts.
+    # Hosts have disks of their own: the first host's log counts.
     log = folder / f"queue{jax.process_index()}.jsonl"
     for is_known in (False, True):
         work = generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
@@ -78,7 +78,7 @@ def decode(folder: pathlib.Path) -> None:
         assert (work.usage.rounds == 0) == is_known and log.exists() == (jax.process_index() == 0)
     results["queue"] = [done[key] for key in sorted(done)]
     writer = generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
-    try:  # the first process sees that the file is taken, and both end
+    try:  # the first process finds the log in use, and both end
         generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
     except ValueError as error:
         assert "is being written by another run" in str(error)
@@ -90,7 +90,7 @@ def decode(folder: pathlib.Path) -> None:
 
 
 def serve(over_both) -> list[list[int]]:
-    """The first process asks; a caller that leaves, and one that raises, leave in both."""
+    """Serves requests of the first process; cancelled and failing ones end in both processes."""
     service = Service(
         over_both,
         Method(drafter=ModelDrafter(over_both.draft, 4), sampling=CALL["sampling"]),
@@ -124,7 +124,7 @@ def serve(over_both) -> list[list[int]]:
     assert service.failed is None and not any(service.batch.table.entries)
     assert service.batch.admission.preempted, "texts with the budget of the context gave up rows"
     rounds = distributed.gather_objects(service.batch.usage.rounds)
-    # Those who left had budgets of thousands of tokens.
+    # Cancelled requests had budgets of thousands of tokens.
     assert len({*rounds}) == 1 and rounds[0] < 200
     return [texts[key][:-1] for key in sorted(texts)]
 
@@ -142,7 +142,7 @@ def save(folder: pathlib.Path) -> None:
 
 
 def restore(folder: pathlib.Path) -> None:
-    """What `save` saved under another layout, straight into this one."""
+    """Restores the checkpoint of `save`, of a different layout, straight into this layout."""
     model, expected = sharded_params(mesh(4, 2))
     shapes = jax.eval_shape(TARGET.init, jax.random.key(5))
     shapes = jax.tree.map(
@@ -165,9 +165,7 @@ def restore(folder: pathlib.Path) -> None:
 
 
 def checkpoint(folder: pathlib.Path) -> None:
-    """A public checkpoint over both processes, each reading its half, and again from what the two
-    converted.
-    """
+    """Reads a public checkpoint, half in each process, and again after both have converted it."""
     asked, read = [], Tensor.read
     Tensor.read = lambda self, index: asked.append(read(self, index)) or asked[-1]
     opened = open_checkpoint(folder / "public", dtype="float32")
@@ -178,7 +176,7 @@ def checkpoint(folder: pathlib.Path) -> None:
         return all(np.array_equal(part.data, whole[part.index]) for part in ours.addressable_shards)
 
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
-    share = 1 / jax.process_count() + 0.02  # norms are in all
+    share = 1 / jax.process_count() + 0.02  # norms are on all devices
     assert sum(piece.size for piece in asked) < share * PUBLIC.num_parameters
     write_converted(opened, params, folder / "converted")
     distributed.gather_objects("written")
@@ -188,7 +186,7 @@ def checkpoint(folder: pathlib.Path) -> None:
 
 
 def die(folder: pathlib.Path, dying: int) -> None:
-    """One process goes without a word, the others work on."""
+    """Ends one process silently; the second process continues."""
     if jax.process_index() == dying:
         os._exit(0)
     while True:
@@ -196,7 +194,7 @@ def die(folder: pathlib.Path, dying: int) -> None:
 
 
 def die_caught(folder: pathlib.Path) -> None:
-    """As above, and the other ends as launch/lib/entry.py ends it."""
+    """Ends like `die`, but the survivor ends as in launch/lib/entry.py."""
     try:
         die(folder, 1)
     except jax.errors.JaxRuntimeError:
@@ -204,7 +202,7 @@ def die_caught(folder: pathlib.Path) -> None:
 
 
 def work(folder: pathlib.Path) -> None:
-    """Everything that ends well, in one job."""
+    """Runs everything that ends well, in one job."""
     decode(folder)
     save(folder / "two")
     restore(folder / "one")

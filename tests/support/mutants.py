@@ -1,4 +1,4 @@
-"""Plausible mistakes: what the tests of the loop's distribution, and the audit, must catch."""
+"""Plausible mistakes, which the tests of the loop's distribution and the audit must catch."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from specsamp.sampling.rng import Purpose, RoundKeys
 
 
 def broken(rule, **methods):
-    """Returns a rule of this class with other methods."""
+    """Returns a rule of this class with replaced methods."""
     return dataclasses.dataclass(frozen=True)(type(f"Broken{rule.__name__}", (rule,), methods))()
 
 
@@ -78,7 +78,7 @@ class DistributionBeforeWarping(ModelDrafter):
 
 
 class HoleInTheCache(ModelDrafter):
-    """After full acceptance the draft has not seen its last token."""
+    """Lacks the last drafted token in its cache after full acceptance."""
 
     first_window = 1
 
@@ -92,7 +92,7 @@ class OneSlotEarly:
 
 
 class WritesOverWhatWasScored(EarlyExitDrafter):
-    """Drafts one slot early: what the target wrote of the token before the pending one is lost."""
+    """Drafts one slot early, over the target's entry for the token before the pending one."""
 
     @property
     def exit_model(self):
@@ -100,7 +100,7 @@ class WritesOverWhatWasScored(EarlyExitDrafter):
 
 
 def neighbours(state):
-    """A state in which every row has the length of the row of the other prompt."""
+    """Returns a state in which the rows of two prompts have exchanged their lengths."""
     return dataclasses.replace(
         state, lengths_B=jnp.roll(state.lengths_B, state.lengths_B.shape[0] // 2)
     )
@@ -116,11 +116,11 @@ class DraftsWithANeighboursLength(Loop):
         return super().draft(weights, request, neighbours(state))
 
 
-# Of heads.
+# Heads.
 
 
 class OfTheDraftVocabulary(TokenRule):
-    """The target is renormalised over the vocabulary of a head too: ids 0 and 2."""
+    """Renormalises the target, too, over the vocabulary of the head: ids 0 and 2."""
 
     def verify(self, draft, target, keys):
         kept_V = jnp.asarray([0, -jnp.inf, 0])[None, None]
@@ -131,7 +131,7 @@ class OfTheDraftVocabulary(TokenRule):
 
 @dataclasses.dataclass(frozen=True)
 class OfAnotherLayer(FeatureDrafter):
-    """Reads one layer after the one that its head was made for."""
+    """Reads the layer after the one that its head was made for."""
 
     @property
     def hidden_layers(self):
@@ -152,7 +152,7 @@ class OfTheWrongRow(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class KeepsItsOwnOutputs(FeatureDrafter):
-    """Reads the last true pair only: those before it stay as they were drafted."""
+    """Reads only the last true pair; earlier entries stay as drafted."""
 
     def commit(self, weights, state, scored, cache):
         prefix, verdict, output = scored.prefix, scored.verdict, scored.output
@@ -167,7 +167,7 @@ class KeepsItsOwnOutputs(FeatureDrafter):
         return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache
 
 
-# Of lossy rules.
+# Lossy rules.
 
 
 class IgnoresItsBudget(Bounded):
@@ -175,11 +175,11 @@ class IgnoresItsBudget(Bounded):
         return jnp.ones_like(log_q[..., :1])
 
 
-# Of draft lengths that adapt.
+# Adaptive draft lengths.
 
 
 class CancelsTheTokenItself(Sampler):
-    """A stop that is asked about the token that it has seen: tokens are dropped for their value."""
+    """Applies a stop to the token that it has seen, so that tokens are dropped for their value."""
 
     def _decide(self, before, after, *drawn):
         after = super()._decide(before, after, *drawn)
@@ -188,13 +188,13 @@ class CancelsTheTokenItself(Sampler):
 
 class StopsOneTokenEarly(ModelDrafter):
     def propose(self, weights, state, prefix, cache, sample):
-        draft_lengths_B = sample.draft_lengths_B + 1  # the last token is asked about too
+        draft_lengths_B = sample.draft_lengths_B + 1  # the stop decides on the last token too
         mutant = CancelsTheTokenItself(**(vars(sample) | {"draft_lengths_B": draft_lengths_B}))
         return super().propose(weights, state, prefix, cache, mutant)
 
 
 class SubmitsTheFirstTokenAlone(ModelDrafter):
-    """Looks at what was drawn to decide whether it is submitted."""
+    """Submits a draft only if its first token is 0."""
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
@@ -203,6 +203,6 @@ class SubmitsTheFirstTokenAlone(ModelDrafter):
 
 
 class NeverCatchesUp(ModelDrafter):
-    """After a pause its cache lacks what was emitted meanwhile."""
+    """Lacks the tokens of a pause in its cache."""
 
     falls_behind = False

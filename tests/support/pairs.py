@@ -1,8 +1,8 @@
 """Features of decoding, and cases that hold every pair of their values.
 
-A case has a value of every feature. Two features may harm each other although each works so
-the cases of `covering` are chosen such that every two values that the package takes together are in
-one of them. Each case compares the joint distribution of its texts with enumeration: the target,
+A case has a value of every feature. Two features may harm each other although each works alone. So
+the cases of `covering` are chosen such that every two values that the package accepts together
+share a case. Each case compares the joint distribution of its texts with enumeration: the target,
 called on one device for every text by itself, gives the probability of each.
 """
 
@@ -153,9 +153,7 @@ class Case:
         return pair, options
 
     def refusal(self):
-        """Returns the reason for which the package refuses the case, or None; nothing is
-        compiled.
-        """
+        """Returns the package's reason to refuse the case, or None, without compilation."""
         try:
             pair, options = self.decoding()
             make_method(pair, **options)
@@ -164,9 +162,7 @@ class Case:
         return None
 
     def texts(self, samples, seed):
-        """Returns ``[prompts, samples, LENGTH]`` tokens; a text that ended is padded with
-        ``STOP``.
-        """
+        """Returns ``[prompts, samples, LENGTH]`` tokens; a shorter text is padded with ``STOP``."""
         pair, options = self.decoding()
         prompts, has_rows = self.value("prompts"), self.entry == "queue"
         found = self.value("entry")(
@@ -198,7 +194,7 @@ class Case:
 
 @functools.cache
 def pair_of(drafter, cache, mesh):
-    """Returns the pair of these values, sharded if ``mesh`` says so."""
+    """Returns the pair of these values, sharded unless ``mesh`` is "one"."""
     target = Case(cache=cache).target
     pair = dataclasses.replace(
         with_errors(KINDS[drafter].pair(target)), target_params=drawn_params(target)
@@ -232,7 +228,7 @@ def enumerated(cache, warp, index, prompt, stop):
 
 @functools.partial(jax.jit, static_argnums=0)
 def each_token(model, weights, sampling, tokens_NT):
-    """Returns log-probabilities of the last ``LENGTH`` tokens of each text, read by one call."""
+    """Returns log-probabilities at the last ``LENGTH`` tokens of each text, by one call."""
     count, end = tokens_NT.shape
     start = end - LENGTH
     cache = model.init_cache(count, 128)
@@ -302,7 +298,7 @@ def covering(seed=3):
 
 
 def candidate(draw, missing):
-    """Returns a case with a missing pair, and greedily with others."""
+    """Returns a case with a missing pair, and greedily with further missing pairs."""
     first = draw.choice(sorted(missing))
     chosen = dict(first)
     order = [name for name in NAMES if name not in chosen]

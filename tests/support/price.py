@@ -1,6 +1,4 @@
-"""Computes what lossy rules cost by enumeration: of each token, from what is emitted alone, and of
-texts, by the rule's meter.
-"""
+"""Costs of lossy rules by enumeration: of tokens by emitted distributions, of texts by meters."""
 
 import functools
 
@@ -13,17 +11,17 @@ from support.enumeration import COMPILE_FAST, along_drafts, autoregressive, chai
 
 
 def variation(one, other):
-    """Half the sum of absolute differences over the last axis."""
+    """Returns half the sum of absolute differences over the last axis."""
     return np.abs(one - other).sum(-1) / 2
 
 
 def token_outputs(rounds, step):
-    """The distribution of the token ``step`` places into a round, if all drafted ones before it
-    were accepted.
+    """Returns the distribution of token ``step`` of a round, given that all drafted tokens before
+    it were accepted.
 
     Returns:
-      ``[S, X, V**step, V]``, nan where that never happens, and of the drafted tokens there the
-      share that is accepted.
+      ``[S, X, V**step, V]``, nan if that never happens, and the share of drafted tokens there that
+      is accepted.
     """
     joint = rounds.joint_SXDNV
     scenarios, prefixes, drafts, outcomes, vocab_size = joint.shape
@@ -31,15 +29,15 @@ def token_outputs(rounds, step):
         scenarios, prefixes, vocab_size**step, vocab_size, -1, outcomes, vocab_size
     )
     kept = joint[..., step + 1 :, :].sum((4, 5, 6))  # by the drafted token
-    replaced = joint[..., step, :].sum((3, 4))  # by the one instead
+    replaced = joint[..., step, :].sum((3, 4))  # by the token in its place
     mass = (kept + replaced).sum(-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         return (kept + replaced) / mass, kept.sum(-1) / mass[..., 0]
 
 
 def meters(rule, target, draft, *, num_tokens, one_hot=False):
-    """The rule's meter at each draft and each number of accepted tokens: variation and extra, ``[S,
-    X, D, N, T]``.
+    """Returns the rule's meter at each draft and each number of accepted tokens: variation and
+    extra, ``[S, X, D, N, T]``.
     """
     scenarios, prefixes, vocab_size = target[0].shape
     rows = along_drafts(target, num_tokens + 1, num_tokens)
@@ -72,8 +70,8 @@ def _meters(rule, draft, target):
 
 
 def joint_and_price(rule, target, draft, *, num_tokens, length):
-    """The joint distribution of ``length`` tokens, ``[S, V**length]``, and the mean of their
-    metered sums, ``[S]``.
+    """Returns the joint distribution of ``length`` tokens, ``[S, V**length]``, and the mean of
+    their metered sums, ``[S]``.
     """
     joint, chained = chain_rounds(rule, target, draft, length=length, num_tokens=num_tokens)
     price = 0.0
@@ -86,5 +84,5 @@ def joint_and_price(rule, target, draft, *, num_tokens, length):
 
 
 def text_variation(joint, target, length):
-    """The total variation between texts, ``[S]``."""
+    """Returns the total variation of texts from the target's, ``[S]``."""
     return variation(joint, autoregressive(target, length))

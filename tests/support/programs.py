@@ -1,4 +1,4 @@
-"""Forgets compiled programs before a process has too many of them."""
+"""Drops compiled programs before a process has too many."""
 
 import ctypes
 import gc
@@ -8,11 +8,11 @@ import sys
 
 import jax
 
-# Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond,
-# XLA aborts. A test adds sixty on average, thousands at most.
+# Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: with
+# more, XLA aborts. A test adds sixty on average, thousands at most.
 MOST_MAPPINGS = 45_000
-MOST_BYTES = 2.5 * 2**30  # of a process, so that two of them and a script fit into a small machine
-kept_bytes = [0.0]  # after programs were forgotten
+MOST_BYTES = 2.5 * 2**30  # of a process: two processes and a script fit into a small machine
+kept_bytes = [0.0]  # after programs were dropped
 
 
 def num_mappings():
@@ -21,15 +21,13 @@ def num_mappings():
 
 
 def resident_bytes():
-    """Returns the memory of this process, 0 where the system does not say."""
+    """Returns the memory of this process; 0 if the system does not report it."""
     statm = pathlib.Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def forget_if_many():
-    """Clears JAX's caches where there are many mappings or much memory; programs are compiled again
-    when needed.
-    """
+    """Clears JAX's caches if there are many mappings or much memory; programs are compiled anew."""
     if num_mappings() > MOST_MAPPINGS or resident_bytes() > max(MOST_BYTES, 1.25 * kept_bytes[0]):
         jax.clear_caches()
         gc.collect()

@@ -28,8 +28,7 @@ FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def call(script, *arguments):
-    """Runs ``launch/{script}.py`` in this process, where JAX is imported already: a matter of
-    milliseconds.
+    """Runs ``launch/{script}.py`` in this process, in milliseconds, since JAX is already imported.
 
     A traceback that a user would see is an exception here.
     """
@@ -51,18 +50,16 @@ def call(script, *arguments):
 
 
 def module(script):
-    """The script as a module, whose flags no other one meets."""
+    """Returns the script as a module; its flags stay apart from the flags of other scripts."""
     with only_shared_flags(), contextlib.chdir(ROOT):
         return types.SimpleNamespace(**runpy.run_path(f"launch/{script}.py", run_name=script))
 
 
 @contextlib.contextmanager
 def only_shared_flags():
-    """Inside, only the flags of all commands are defined, none is parsed; afterwards all is as it
-    was.
-    """
+    """Defines only the flags that all commands share, unparsed; restores all flags at the end."""
     shared = importlib.import_module("launch.lib.entry").SHARED_FLAGS
-    # Of scripts that were imported.
+    # Flags of imported scripts.
     others = {name: flags.FLAGS[name] for name in set(flags.FLAGS) - shared}
     for name in others:
         delattr(flags.FLAGS, name)
@@ -79,7 +76,7 @@ def only_shared_flags():
 
 
 def save_tiny_pair(folder, prompts, num_layers=1):
-    """A pair with random weights that scripts can load from a folder; its draft is its target."""
+    """Saves a pair with random weights, whose draft is its target, for scripts to load."""
     config = tiny(vocab_size=300, num_layers=num_layers, positions="rotary")
     side = config, drawn_params(TransformerLM(config))
     tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
@@ -93,7 +90,7 @@ CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}
 
 
 def save_public_target(folder, template=CHAT):
-    """A target with random weights in the format of Hugging Face, which often ends a text."""
+    """Saves a target in the format of Hugging Face, whose random weights often end a text."""
     texts = ["add 3 to x: x + 3", "some text"] * 3
     tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(texts, 300), eos=EOS)
     export(folder, CONFIG, random_params(CONFIG), tokenizer)

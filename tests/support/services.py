@@ -1,6 +1,4 @@
-"""A service over bytes that count, whose programs all its tests share, and HTTP servers in front of
-it.
-"""
+"""A service of a model that counts bytes, with programs that all tests share, and HTTP servers."""
 
 import contextlib
 import dataclasses
@@ -23,7 +21,7 @@ CONTEXT, ROWS, WAITING, K = 40, 2, 4, 2
 
 @dataclasses.dataclass(frozen=True)
 class ChattyBytes(ByteTokenizer):
-    """Bytes with a chat template, which takes no other role than user."""
+    """Bytes with a chat template, which accepts the role user alone."""
 
     def encode_chat(self, messages):
         if any(one["role"] != "user" for one in messages):
@@ -31,7 +29,7 @@ class ChattyBytes(ByteTokenizer):
         return self.encode("|".join(one["content"] for one in messages))
 
 
-# Bytes that follow each other, up to a hot temperature; the draft errs at one of them.
+# Consecutive bytes, up to a hot temperature; the draft errs at one byte.
 PAIR = dataclasses.replace(
     counting_pair(stumbles_at=ord("k"), max_positions=None), tokenizer=ChattyBytes()
 )
@@ -55,8 +53,8 @@ def submit(service, prompts, budget, deliver, **options):
 def alone(
     prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, numbers=(), **options
 ):
-    """Completions of generate with the settings of a request; in the service's shapes, so that
-    nothing is compiled.
+    """Returns completions of `generate` with the settings of a request, in the service's shapes, so
+    that nothing is compiled.
     """
     sampling = make_warp({"temperature": temperature, "top_p": top_p} | dict(numbers))
     stop = [PAIR.tokenizer.eos_id, *(stop or ["never written"])]
@@ -70,7 +68,7 @@ def alone(
 
 
 def compile_all(batch):
-    """Compiles all sizes, all changes of the size, and all scores, which requests may want."""
+    """Compiles all sizes, all changes of the size, and all scores, for any request."""
     sizes = batch.sizes
     programs = [*sizes.all, *map(Chunks, sizes.slots)]
     programs += [Resize(old, new) for old in sizes.all for new in sizes.all if old != new]
@@ -80,7 +78,7 @@ def compile_all(batch):
 
 
 class Gate:
-    """Holds the device up: runs of the loop wait while it is closed."""
+    """Blocks runs of the loop while it is closed."""
 
     def __init__(self, monkeypatch):
         from specsamp.decoding.engine import Engine
@@ -93,7 +91,7 @@ class Gate:
 
 
 def wait_until(holds):
-    """Waits for what another thread does."""
+    """Blocks until ``holds`` is true, by the work of another thread."""
     end = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end, "it did not happen"
@@ -102,7 +100,7 @@ def wait_until(holds):
 
 @contextlib.contextmanager
 def serving(service, timeout=60.0, **options):
-    """Runs an endpoint in a thread; gives the server, and its port as ``server.port``."""
+    """Runs an endpoint in a thread; yields the server, with its port as ``server.port``."""
     from specsamp.serving.endpoint import Endpoint
     from specsamp.serving.web_server import WebServer, bind
 
@@ -135,7 +133,7 @@ def request(server, method, path, body=None, headers=()):
 
 
 def read_all(raw):
-    """Returns what a socket sends until it is closed."""
+    """Returns all bytes from a socket until it is closed."""
     received = b""
     while part := raw.recv(1 << 16):
         received += part

@@ -1,5 +1,5 @@
-"""Google Cloud as a script: it notes how it was called, tells a prepared series of states, and runs
-what it should run over ssh in the folders of two workers.
+"""Google Cloud as a script, which records its calls, reports a prepared series of states, and runs
+commands of ssh in the folders of two workers.
 """
 
 import os
@@ -58,7 +58,7 @@ class Cloud:
         self.environment = kept | {
             "FAKE": str(self.fake),
             "PATH": f"{programs}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONDONTWRITEBYTECODE": "1",  # a dry run leaves nothing behind, and is told by that
+            "PYTHONDONTWRITEBYTECODE": "1",  # a dry run may write no file
             "SPECSAMP_TPU_POLL_SECONDS": "0",
             "SPECSAMP_TPU_PATIENCE": "1",
             "SPECSAMP_TPU_GRACE": "1",
@@ -97,7 +97,7 @@ class Cloud:
         )
 
     def dry_run(self, script, *arguments):
-        """The commands that are printed, as words, and the remarks between them."""
+        """Returns the printed commands, as words, and the remarks between them."""
         split = arguments.index("--") if "--" in arguments else len(arguments)
         done = self.run(script, *arguments[:split], "--dry_run", *arguments[split:])
         assert done.returncode == 0, done.stderr
@@ -110,7 +110,7 @@ class Cloud:
         ]
 
     def calls(self, *words):
-        """Returns how Google Cloud was called, of these only calls with all of the words."""
+        """Returns the calls of Google Cloud that have all of these words."""
         path = self.fake / "calls"
         calls = (
             [line.split("\x1f")[:-1] for line in path.read_text().splitlines()]

@@ -1,6 +1,4 @@
-"""Stands in for the hub's library: names are folders, some gated; tensors are never given, only
-their headers.
-"""
+"""Stands in for the hub's library: names are folders, some gated; tensors have headers only."""
 
 import pathlib
 import shutil
@@ -27,7 +25,7 @@ class StandInHub:
 
     Attributes:
       gated: names that this user may not read.
-      network: False: nothing answers.
+      network: False: no server answers.
     """
 
     errors = types.SimpleNamespace(

@@ -80,7 +80,7 @@ def other_tokenizer(style):
             ]
         )
         return JsonTokenizer.from_tokenizer(text, "</s>")
-    if style in ("t5", "chatglm"):  # not trained: that is not the same every time
+    if style in ("t5", "chatglm"):  # not trained, since training varies
         pieces = [piece for _, piece in sorted(tokenizer("gemma").pieces.items())]
         pieces = [piece for piece in pieces if style == "chatglm" or piece not in byte_pieces()]
         scores = [(piece, -5 - at / 100) for at, piece in enumerate([*pieces, "▁Human", "▁is"])]
@@ -117,7 +117,7 @@ def byte_pieces():
 
 
 def with_ordinary_bytes(text):
-    """The tokenizer with bytes that are not added tokens."""
+    """Returns the tokenizer with bytes that are not added tokens."""
     content = json.loads(text.to_str())
     content["added_tokens"] = [
         token for token in content["added_tokens"] if not token["content"].startswith("<0x")

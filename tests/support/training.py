@@ -1,4 +1,4 @@
-"""Holds what tests of launch/train.py share: small configurations, and what a run logged."""
+"""Shared by tests of launch/train.py: small configurations, and records of a run."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def quiet():
 
 
 def metrics(folder):
-    """All records but for what depends on the clock; a line that is being written is left out."""
+    """Returns all records except values that depend on the clock; an incomplete line is skipped."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [
@@ -56,9 +56,7 @@ def metrics(folder):
 
 
 def refused_trainings(section):
-    """Returns the fields of a section of a table of trainings that are refused, and what is said of
-    each.
-    """
+    """Returns the fields and the message of each refused training in a section of the table."""
     path = pathlib.Path(__file__).parents[1] / "launch" / "refused_trainings.txt"
     lines = path.read_text().partition(f"[{section}]\n")[2].partition("\n\n")[0]
     return [line.split(" => ") for line in lines.splitlines()]

@@ -1,7 +1,7 @@
 """The exact distribution of one round of a rule over trees, by enumeration.
 
-All ``V^K`` trees are weighted with the distribution they are drawn from, as this file knows it; for
-each of them the rule's own walk is forced to every end. After the round the target goes on alone.
+All ``V^K`` trees are weighted with the distribution they are drawn from, computed in this file; in
+each tree, the rule's own walk is forced to every end. After the round, the target continues alone.
 """
 
 import functools
@@ -18,7 +18,7 @@ CHUNK = 2048
 
 
 def paths_of(parents):
-    """The nodes on the way to each scored row, the row's own node last."""
+    """Returns the nodes on the way to each scored row, with the row's own node last."""
     paths = [()]
     for node, parent in enumerate(parents):
         paths.append((*paths[parent], node))
@@ -54,19 +54,19 @@ def trees(parents, draft, children):
 
 
 def rows_along(parents, tokens, tables):
-    """The distribution after every scored row, ``[S, K + 1, V]``."""
+    """Returns the distribution after every scored row, ``[S, K + 1, V]``."""
     vocab_size = tables[0].shape[-1]
     on_paths = [[tokens[i] for i in path] for path in paths_of(parents)]
     return np.stack([tables[len(path)][:, number(path, vocab_size)] for path in on_paths], axis=1)
 
 
 def ends(rule, parents, tokens_RK, weights_R, target, draft, num_drafted=None):
-    """For each tree and each row: the probability that the walk ends there, and the weights of the
-    next token.
+    """Returns for each tree and each row the probability that the walk ends there, and the weights
+    of the next token.
     """
     (count, K), paths = tokens_RK.shape, paths_of(parents)
     num_drafted = K if num_drafted is None else num_drafted
-    # To end at a row, all nodes on its path pass and all others are refused.
+    # To end at a row, the nodes on its path pass and no further node does.
     forced_EK = np.array([[-1.0 if node in path else 2.0 for node in range(K)] for path in paths])
     depth = max(len(path) for path in paths)
     width = max(parents.count(row) for row in parents)
@@ -113,7 +113,7 @@ def enumerate_tree(
     accepted tokens ``[S]``.
 
     Args:
-      drawn: how the children were drawn, where the rule believes something else.
+      drawn: the way in which children were drawn, if it differs from the rule's.
       one_hot: the rule is given no distributions.
     """
     parents, (scenarios, _, vocab_size) = tuple(parents), target[0].shape
@@ -150,7 +150,7 @@ def enumerate_tree(
 
 
 def after(target, text, length):
-    """The target's distribution of the rest of a text, ``[S, V**(length - len(text))]``."""
+    """Returns the target's distribution after a text, ``[S, V**(length - len(text))]``."""
     vocab_size = target[0].shape[-1]
     at, tables = number(text, vocab_size), []
     for n in range(len(text), length):

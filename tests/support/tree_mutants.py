@@ -17,7 +17,7 @@ from support.fakes import TableLM
 
 
 class WrongOrder(RecursiveRule):
-    """Judges the sibling that was drawn last first."""
+    """Judges siblings in reverse order."""
 
     def judge(self, target_BV, draft_BV, family):
         accept_BC, weights_BV = super().judge(
@@ -27,7 +27,7 @@ class WrongOrder(RecursiveRule):
 
 
 class KeepsTheSecond(RecursiveRule):
-    """After two rejections the draft's distribution still has the second rejected token."""
+    """Keeps the second rejected token in the draft's distribution."""
 
     def judge(self, target_BV, draft_BV, family):
         calls, without = itertools.count(), tree_rules.without
@@ -40,7 +40,7 @@ class KeepsTheSecond(RecursiveRule):
 
 
 class StatesInOrder(TargetDistributions):
-    """The warp's state of a node follows that of the node before it, as in a chain."""
+    """Advances the warp's state of a node from the node before it, as in a chain."""
 
     def _states(self):
         return TargetDistributions._states(
@@ -49,7 +49,7 @@ class StatesInOrder(TargetDistributions):
 
 
 class PrunedByValue(ModelTree):
-    """Of the siblings that were drawn, only the more probable one is proposed."""
+    """Submits nothing if the second sibling is more probable than the first."""
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
@@ -65,9 +65,7 @@ class PrunedByValue(ModelTree):
 
 @dataclasses.dataclass(frozen=True)
 class MergesEqual(RecursiveRule):
-    """Siblings that were drawn with replacement are merged where they are equal, and lose their
-    turns.
-    """
+    """Merges equal siblings that were drawn with replacement, which thus lose their turns."""
 
     children: str = "independent"
 
@@ -80,7 +78,7 @@ class MergesEqual(RecursiveRule):
 
 
 class NotMoved(TableLM):
-    """The accepted slots stay where they were."""
+    """Does not move the accepted slots."""
 
     def compact(self, cache, start_B, rows_BT, num_rows):
         return cache
@@ -100,9 +98,7 @@ class RootsFeature(FeatureTree):
 
 
 class PositionsByRow(Loop):
-    """Every node sees all rows before it, at positions of its index: as if the tree were
-    a chain.
-    """
+    """Scores a tree as a chain: each node sees all rows before it, at the position of its index."""
 
     def score(self, weights, state, draft, cache):
         return super().score(weights, state, dataclasses.replace(draft, parents_BK=None), cache)

@@ -1,4 +1,4 @@
-"""Random parameters for tests that care for no particular ones."""
+"""Random parameters for tests that need no particular values."""
 
 import functools
 from typing import Any
@@ -16,20 +16,20 @@ def _shapes(model: Any) -> Any:
 
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> int:
-    """Returns about how many terms a sum over this weight has."""
+    """Returns the approximate number of terms of a sum over this weight."""
     if name == "output" and len(shape) == 3:
         return 2 * shape[0] * shape[1]
     return shape[-1] if name.endswith("embedding") or name == "output" else shape[-2 % len(shape)]
 
 
 def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
-    """Returns parameters as `init` would draw them, of NumPy's numbers: nothing is compiled, which
-    takes a second a shape.
+    """Returns parameters with the distribution of `init`, drawn by NumPy: this saves compilation,
+    which takes a second a shape.
 
     Args:
       model: a transformer or a head.
       seed: of all numbers.
-      noise: the standard deviation of what is added to all of them, scales and biases too.
+      noise: the standard deviation of noise on all parameters, scales and biases too.
     """
     random = np.random.default_rng(seed)
 

@@ -1,6 +1,4 @@
-"""The entry points: each decodes a stream of requests and compares the texts with those that they
-have alone.
-"""
+"""The entry points: each decodes a stream of requests, and compares texts with requests alone."""
 
 import contextlib
 import dataclasses
@@ -30,10 +28,10 @@ SLICES = 2000  # more than any stream takes
 
 
 def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
-    """Raises `Different` unless a text is that of its request alone.
+    """Raises `Different` unless a text equals the text of its request alone.
 
-    Sampled texts of adaptive lengths depend on the lengths, except under the coupled rule: they are
-    decoded again with the lengths that were recorded.
+    Sampled texts depend on adaptive lengths, except under the coupled rule: they are decoded again
+    with the recorded lengths.
     """
     setting = stream.setting
     expected = ask.tokens
@@ -51,7 +49,7 @@ def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
 
 
 def of_call(stream, num_samples=1):
-    """Returns the requests of one call, and its arguments."""
+    """Returns the pair of one call, its requests and its arguments."""
     found = asks(
         stream,
         lambda number: (stream.seed, 3 * number + 1, 0),
@@ -79,9 +77,7 @@ def of_call(stream, num_samples=1):
 
 @contextlib.contextmanager
 def recorded_rounds():
-    """Gives a mapping from the address of each text, decoded meanwhile, to where its
-    rounds begin.
-    """
+    """Yields a mapping from the address of each text decoded inside to the starts of its rounds."""
     begins, create, read = {}, Engine.create.__func__, Engine.text
 
     def create_keeping(cls, *arguments, **options):
@@ -125,8 +121,8 @@ def queue(stream):
 
 
 def log(stream):
-    """Decodes with `generate_many` and a log: the run is killed, its last line is cut, and another
-    run goes on.
+    """Decodes with `generate_many` and a log: a run ends, its last line is cut, a second
+    continues.
     """
     pair, found, arguments = of_call(stream)
     with tempfile.TemporaryDirectory() as folder, recorded_rounds() as begins:
@@ -168,9 +164,7 @@ def streamed(stream_):
 
 
 def conversation(stream):
-    """Decodes with `Conversation`: each request is a turn, and some callers leave in the middle of
-    one.
-    """
+    """Decodes with `Conversation`: each request is a turn, and some turns are abandoned."""
     pair, options = stream.setting.decoding
     is_sampled = stream.drawn[0].is_sampled
     alike = tuple(dataclasses.replace(one, is_sampled=is_sampled) for one in stream.drawn)
@@ -202,7 +196,7 @@ def conversation(stream):
 
 
 def check_beginning(stream, ask, tokens):
-    """Compares the tokens of a caller that has left with the first ones of its text."""
+    """Compares the tokens of an abandoned request with the beginning of its text."""
     depends = (
         stream.setting.adapts and ask.heat > 0 and not isinstance(stream.setting.rule, CoupledRule)
     )
@@ -213,7 +207,7 @@ def check_beginning(stream, ask, tokens):
 
 
 def order_of(stream):
-    """Returns an order; in every other stream, one that preempts for any shorter text."""
+    """Returns an order; for even turns, one that preempts for any shorter text."""
     if stream.turn % 2:
         return FirstCome()
     return ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0, worth=0)
@@ -236,7 +230,7 @@ def make_service(setting, rows, order=FirstCome()):
 
 @contextlib.contextmanager
 def small_sizes():
-    """Lets a batch grow from 128 slots, and shrink soon."""
+    """Makes a batch grow from 128 slots, and shrink soon."""
     smallest, patience = batch_module.SMALLEST_SLOTS, sizes.PATIENCE
     batch_module.SMALLEST_SLOTS, sizes.PATIENCE = 128, 2
     try:
@@ -246,9 +240,7 @@ def small_sizes():
 
 
 def service(stream):
-    """Decodes with `Service`, a slice at a time: requests come, and callers leave,
-    between slices.
-    """
+    """Decodes with `Service`, a slice at a time; requests arrive and are cancelled in between."""
     with small_sizes():
         run_service(stream, make_service(stream.setting, stream.rows, order_of(stream)))
 

@@ -1,5 +1,5 @@
-"""Planted faults of admission, prefix copies, resizing, chunking, insertion and cancellation: each
-must be found.
+"""Planted faults of admission, prefix copies, resizing, chunking, insertion and cancellation, all
+of which must be found.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from support.fuzz.settings import SETTINGS
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A function whose source is changed: ``old`` stands in it once and becomes ``new``."""
+    """A change of a function's source: ``old``, which occurs once, becomes ``new``."""
 
     owner: object
     name: str
@@ -29,7 +29,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Changes of the code, and the settings in which they are looked for."""
+    """Changes of the code, and the settings that must detect them."""
 
     changes: tuple[Change, ...]
     entries: tuple[str, ...]
@@ -49,7 +49,7 @@ class Fault:
 
 
 def moved_write(cache_BMSH, new_BMTH, start_B, axis=slots.SLOTS_AXIS):
-    """Writes slots as JAX does: what does not fit is moved."""
+    """Writes slots as JAX does: slots that do not fit are moved."""
 
     def write(row, new, start):
         return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis - 1)
@@ -184,7 +184,7 @@ def planted(fault):
 
 
 def changed(change):
-    """Returns the function with another source."""
+    """Returns the function with the changed source."""
     if change is MOVED:
         return moved_write
     function = inspect.unwrap(inspect.getattr_static(change.owner, change.name))

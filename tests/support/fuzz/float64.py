@@ -1,13 +1,12 @@
-"""Runs models and sampling in float64: a difference between two texts is then never one of
-rounding.
-"""
+"""Models and sampling in float64, so that rounding never makes two texts differ."""
 
 import os
 
 
 def use_float64():
-    """Makes JAX's float32, and the compute dtype of transformers, float64; before the package is
-    imported.
+    """Makes JAX's float32 and the compute dtype of transformers float64.
+
+    Call it before the package is imported.
     """
     os.environ["JAX_ENABLE_X64"] = "1"
     os.environ["JAX_PLATFORMS"] = "cpu"

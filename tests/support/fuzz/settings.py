@@ -1,6 +1,4 @@
-"""The settings that streams of requests are drawn from: an entry point with a drafter and
-a rule.
-"""
+"""The settings of streams of requests: an entry point with a drafter and a rule."""
 
 import dataclasses
 import functools
@@ -28,7 +26,7 @@ BYTES = TransformerLM(
 
 
 class Latin1(ByteTokenizer):
-    """A character for each byte, so that the text of any tokens is clear."""
+    """Has a character for each byte, so that any tokens have one text."""
 
     def encode(self, text):
         return list(text.encode("latin-1"))
@@ -41,7 +39,7 @@ class Latin1(ByteTokenizer):
 
 
 def of_bytes(_):
-    """Returns a pair that writes texts."""
+    """Returns a pair with a tokenizer of bytes."""
     return Pair(
         target=BYTES,
         target_params=sharp(BYTES),
@@ -57,16 +55,16 @@ KINDS = DRAFTERS | OTHERS | {"bytes": WRITES}
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """An entry point, and a method that it decodes with.
+    """An entry point and its method of decoding.
 
     Attributes:
       entry: a function of `support.fuzz.entries`.
       kind: of the drafter, of `KINDS`.
-      rule: greedy texts are those of plain decoding under every rule, sampled texts under the
-        coupled rule.
+      rule: greedy texts equal plain decoding under every rule, sampled texts under the coupled
+        rule.
       adapts: whether draft lengths adapt, with pauses.
       shards: data shards.
-      slots: all prompts and budgets fit into so many slots.
+      slots: number of slots, enough for all prompts and budgets.
     """
 
     entry: str
@@ -98,7 +96,7 @@ class Setting:
 
     @functools.cached_property
     def pair(self):
-        """Returns the pair on one device, whose draft errs."""
+        """Returns the pair on one device, with a draft that errs."""
         return with_errors(KINDS[self.kind].pair(TARGET))
 
     @property

@@ -1,4 +1,4 @@
-"""Streams of requests, drawn by Hypothesis, and the texts that the requests have alone."""
+"""Streams of requests, drawn by Hypothesis, and the text of each request alone."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from specsamp.decoding.request import make_requests
 
 
 class Different(AssertionError):
-    """A text is another than that of its request alone."""
+    """A text differs from the text of its request alone."""
 
 
 BORDERS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -23,16 +23,16 @@ BORDERS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What Hypothesis draws of a request.
+    """The fields of a request that Hypothesis draws.
 
     Attributes:
       parent: the earlier request that its prompt begins like, counted back; 0: none.
       shared: tokens of the parent's prompt and text, at most.
-      fresh: tokens of its own, at most as many as fit, from the random numbers of ``tokens``.
+      fresh: further tokens, at most as many as fit, from the random numbers of ``tokens``.
       stop: the place of a token of its text that ends it, or of a character if ``stops_at_text``;
         None: the budget does.
-      arrives: slices before it comes.
-      leaves: slices after which its caller has left; None: it stays.
+      arrives: slices before it arrives.
+      leaves: slices after which it is cancelled; None: never.
     """
 
     parent: int
@@ -50,7 +50,7 @@ class Drawn:
 
 
 def lengths(most):
-    """Returns lengths from 1, often beside a border, and often nearly the largest."""
+    """Returns lengths from 1, often next to a border, and often nearly the largest."""
     borders = [length for length in BORDERS if length <= most]
     return st.one_of(
         st.integers(1, most), st.sampled_from(borders), st.integers(max(1, most - 4), most)
@@ -84,8 +84,8 @@ class Stream:
 
     Attributes:
       seed: of the call; requests of a service have seeds of their own.
-      rows: that are decoded together.
-      turn: a number for the choices of an entry point, such as when a log is cut.
+      rows: number of rows of the batch.
+      turn: a number that sets the choices of an entry point, for example the cut of a log.
     """
 
     setting: object
@@ -96,9 +96,7 @@ class Stream:
 
 
 def streams(settings):
-    """Returns streams of all settings; in every other stream, texts that begin together end
-    together.
-    """
+    """Returns streams of all settings; in half of them, texts that begin together end together."""
 
     def of(setting):
         return st.builds(
@@ -125,7 +123,7 @@ def _even(drawn):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request, and the text that it has alone.
+    """A request, and its text alone.
 
     Attributes:
       address: seed, prompt id and sample.
@@ -235,8 +233,7 @@ def _ask(setting, drawn, prompt, heat, place, length, stops, whole, begins):
 
 @functools.lru_cache(2**16)
 def alone(setting, prompt, heat, address, draft_length):
-    """Returns the tokens of the largest budget after a prompt that is decoded alone, and where
-    rounds begin.
+    """Returns the tokens of the largest budget after a prompt alone, and the starts of its rounds.
 
     Greedy texts, and all texts under the coupled rule, are also compared with plain decoding.
     """
@@ -281,9 +278,7 @@ def _engine(pair, drafter, rule, slots, budget):
 
 
 def replay(setting, ask, begins):
-    """Returns the tokens of a request alone, whose rounds draft as many tokens as ``begins`` has
-    recorded.
-    """
+    """Returns the tokens of a request alone, with draft lengths as recorded in ``begins``."""
     engine, method = _engine(
         setting.pair, setting.drafter, setting.rule, setting.slots, setting.most_budget
     )
