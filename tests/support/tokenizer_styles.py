@@ -1,15 +1,16 @@
-"""Small tokenizers in the styles of public ones, trained on the files of this folder."""
+"""Small tokenizers in the styles of public ones, trained on prompts of the package."""
 
 import functools
 import json
-import pathlib
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from specsamp.checkpoints.hub import ASSETS
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 
-TEXTS = [path.read_text() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
+PROMPTS = ("prompts.json", "acceptance_prompts.json")
+TEXTS = [(ASSETS / "python" / name).read_text() for name in PROMPTS]
 TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
 STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
 # Bytes without a first space; added tokens of spaces; SentencePiece's Unigram without and with
