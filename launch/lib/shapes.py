@@ -20,26 +20,18 @@ EAGLE3_VOCABULARY = 32_000
 
 
 def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
-    """Returns the shape of the published EAGLE-3 heads: a layer like the target's, 32,000 most
-    frequent tokens.
+    """Returns the shape of the published EAGLE-3 heads: a layer of the family of Llama with the
+    sizes of the target, and its 32,000 most frequent tokens.
     """
-    layer = dataclasses.replace(
-        target,
+    shared = "vocab_size width num_heads num_kv_heads head_size feedforward_width max_positions"
+    shared += " rotary_base rotary_scaling dtype weight_dtype cache_dtype"
+    layer = models.TransformerConfig(
+        **{name: getattr(target, name) for name in shared.split()},
         num_layers=1,
         positions="rotary",
-        tied=False,
-        query_key_norm=False,
-        attention_bias=False,
-        attention_gate=False,
-        attention_sinks=False,
-        output_bias=False,
-        recurrent=None,
-        activation="silu",
         gated=True,
-        window=None,
-        global_layers=(),
-        window_rotary_base=None,
-        experts=None,
+        activation="silu",
+        tied=False,
     )
     return Eagle3Config(
         layer=layer,

@@ -12,7 +12,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import pathlib
-import resource
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -30,14 +30,22 @@ from specsamp.checkpoints.safetensors_io import SINGLE
 from specsamp.models.transformer import TransformerLM
 
 RANDOM = 2**22  # numbers of each dtype
+MOST_LAYERS = 1000  # where a configuration has its family's default
+STATUS = pathlib.Path("/proc/self/status")
 
 
 def prepare(options: Any) -> None:
     """Checks the model and its layers."""
     if options.model not in CONFIGS:
         raise ValueError(f"--model={options.model!r}: choose one of {', '.join(CONFIGS)}")
-    if not options.layers.isdecimal():
-        raise ValueError(f"--layers={options.layers}: give a number of layers; 0: all")
+    place = CONFIGS[options.model]
+    most = place.get("text_config", place).get("num_hidden_layers", MOST_LAYERS)
+    if not options.layers.isdecimal() or int(options.layers) > most:
+        raise ValueError(f"--layers={options.layers}: give a number up to {most}; 0: all")
+    if options.folder and not pathlib.Path(options.folder).is_dir():
+        raise ValueError(f"--folder={options.folder} is no folder: make it first")
+    if not STATUS.exists():
+        raise ValueError(f"{STATUS} states the memory of a process: use Linux")
 
 
 def measure(options: Any, say: Say) -> dict[str, Any]:
@@ -122,7 +130,8 @@ def read(folder: pathlib.Path, weight_dtype: str | None) -> dict[str, float]:
     params = jax.block_until_ready(read_params(checkpoint, TransformerLM(checkpoint.config)))
     seconds = time.perf_counter() - start
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not of getrusage, which begins with the peak of the parent.
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1]) * 1024
     return {"seconds": seconds, "parameters_gb": held / 1e9, "peak_gb": peak / 1e9}
 
 

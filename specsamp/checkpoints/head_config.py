@@ -115,7 +115,7 @@ def parse_head(
       ValueError: another kind of head, a head for another target (width, vocabulary, layers), or an
         unsupported value; names file, key and value.
     """
-    # Heads have layers of plain attention.
+    # No head takes these from its target; files of heads may state their own.
     plain = dict(
         recurrent=None,
         attention_gate=False,

@@ -42,7 +42,7 @@ from specsamp.checkpoints.safetensors_io import (
 )
 from specsamp.checkpoints.tensor_names import TensorSource, check_tensors, find_source, sizes
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
+from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig, check_draft_ids
 
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
 AROUND = "layer_0/attention_around"  # convolutions of DFlash 2
@@ -242,13 +242,7 @@ def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.
             )
     file = found[OFFSETS].file
     ids_U = np.asarray(found[OFFSETS].read([slice(None)]), np.int64) + np.arange(num_ids)
-    wrong = np.flatnonzero((ids_U < 0) | (ids_U >= size) | (np.diff(ids_U, prepend=-1) <= 0))
-    if len(wrong):
-        at = wrong[0]
-        raise ValueError(
-            f"{file}: {OFFSETS}[{at}] makes token {ids_U[at]} of {at}; tokens must increase and be "
-            f"below {size}, the number of the target's tokens"
-        )
+    check_draft_ids(f"{file}: {OFFSETS}", ids_U, size)
     if KEPT in found and not np.array_equal(np.flatnonzero(found[KEPT].read([slice(None)])), ids_U):
         raise ValueError(f"{file}: {KEPT} and {OFFSETS} name different tokens")
     return ids_U.astype(np.int32)

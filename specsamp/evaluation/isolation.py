@@ -192,10 +192,10 @@ def _run(program: str, limits: Limits, isolated: bool) -> Outcome:
     if len(output) > limits.output_bytes:
         detail = f"more than {limits.output_bytes} bytes of output"
     elif report != word and not detail:
-        detail = report.decode("utf-8", "replace")
+        detail = report.replace(word, b"", 1).decode("utf-8", "replace")
         if not report:
             detail = f"ended with exit status {code} before its last line"
-        elif word in report:
+        elif report == word + word:
             detail = "more than one process reached the last line"
     return Outcome(passed=not detail, detail=detail, output=output.decode("utf-8", "replace"))
 

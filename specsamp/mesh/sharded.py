@@ -96,8 +96,7 @@ def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
 
 
 def with_attention(pair: Pair, attention: str) -> Pair:
-    """Returns the pair with another implementation of attention over caches, experts and warps, on
-    the same mesh.
+    """Returns the pair with or without kernels (`specsamp.models.kernels`), on the same mesh.
 
     Args:
       attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", the kernels
@@ -117,7 +116,7 @@ def with_attention(pair: Pair, attention: str) -> Pair:
         is_checked = chosen is not None and attention == "auto"
         reason = from_first(lambda: reason_for_plain(model.config, chosen)) if is_checked else ""
         if reason:
-            say_once(f"attention, experts and warps are not kernels: {reason}")
+            say_once(f"there are no kernels: {reason}")
         return dataclasses.replace(model, kernels=None if reason else chosen)
 
     return dataclasses.replace(pair, target=change(pair.target), draft=change(pair.draft))

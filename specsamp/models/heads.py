@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
@@ -200,6 +201,17 @@ def finish_layer(
         y_BTD = residual_BTD + y_BTD
     with jax.named_scope("mlp"):
         return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache
+
+
+def check_draft_ids(name: str, ids_U: np.ndarray, size: int) -> None:
+    """Raises ValueError unless the ids of a reduced vocabulary increase and are below ``size``."""
+    wrong = np.flatnonzero((ids_U < 0) | (ids_U >= size) | (np.diff(ids_U, prepend=-1) <= 0))
+    if len(wrong):
+        at = wrong[0]
+        raise ValueError(
+            f"{name}[{at}] makes token {ids_U[at]} of {at}; tokens must increase and be below "
+            f"{size}, the number of the target's tokens"
+        )
 
 
 def kernel_tables(ranks_V: Array, size: int) -> tuple[Array, Array]:

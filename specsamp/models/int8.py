@@ -154,7 +154,8 @@ def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
     # differently than NumPy.
     weight = weight.astype(xp.float32)
     scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
-    # Columns without a finite reciprocal scale become zero. NaN and infinity stay: others check.
+    # Scales below the least normal number may have no finite reciprocal: such columns become zero.
+    # NaN and infinity stay for later checks.
     scale = xp.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
     return Int8Weight(xp.clip(xp.rint(weight * (1 / scale)), -127, 127).astype(xp.int8), scale)
 

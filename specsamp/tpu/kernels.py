@@ -80,11 +80,12 @@ def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[f
 def count_expanded(
     op: Instruction, given: Sequence[Array], live: float
 ) -> tuple[float, float, float]:
-    """Reads and writes all; each step does some ids of a few rows."""
+    """Reads and writes all, the ranks for every few rows; each step does some of their ids."""
     rows, num_ids = op.arrays[0].sizes
+    groups = math.ceil(rows / expand_rows.ROWS)
+    first, logits, ranks = (x.bytes * x.in_hbm for x in given)
     steps = math.ceil(num_ids / (expand_rows.BLOCKS * common.LANES))
-    read = sum(x.bytes for x in given if x.in_hbm)
-    return read, op.hbm_bytes, math.ceil(rows / expand_rows.ROWS) * steps
+    return first + logits + groups * ranks, op.hbm_bytes, groups * steps
 
 
 def count_experts(

@@ -45,7 +45,7 @@ from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
-from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
+from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig, check_draft_ids
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
@@ -240,7 +240,9 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
     ids = shapes.pop(DRAFT_IDS, None)
     params, step = _restore(folder, shapes)
     if ids is not None:
-        params = params | {DRAFT_IDS: jax.numpy.asarray(read_array(folder / IDS))}
+        ids_U = read_array(folder / IDS)
+        check_draft_ids(f"{folder / IDS}: ids", ids_U, model.vocab_size)
+        params = params | {DRAFT_IDS: jax.numpy.asarray(ids_U)}
     provenance |= {"config": fields}
     return Source(
         folder=folder, config=model.config, read=lambda: params, step=step, provenance=provenance

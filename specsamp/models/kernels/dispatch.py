@@ -163,7 +163,7 @@ class PallasKernels(Kernels):
         """Returns logits ``[..., V]`` of logits ``[..., U]``; a layout splits the first axis."""
 
         def compute(logits, ranks_1V, first_J):
-            flat_RU = logits.reshape(-1, logits.shape[-1])
+            flat_RU = logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
             made_RV = expand_rows(flat_RU, ranks_1V, first_J, interpret=self.interpret)
             return made_RV.reshape(*logits.shape[:-1], -1)
 

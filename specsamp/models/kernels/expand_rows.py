@@ -30,13 +30,15 @@ def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool
       first_J: int32, the least rank of each `LANES` ids.
     """
     (rows, size), num_ids = x_RU.shape, ranks_1V.shape[1]
+    if len(first_J) != pl.cdiv(num_ids, LANES):
+        raise ValueError(f"{num_ids} ids have {pl.cdiv(num_ids, LANES)} blocks; got {len(first_J)}")
     padding = max(-size % LANES, 2 * LANES - size)
     if padding:
         x_RU = jnp.pad(x_RU, ((0, 0), (0, padding)))
     steps = pl.cdiv(num_ids, BLOCKS * LANES)
     rows_here = min(rows, ROWS)
     return pl.pallas_call(
-        functools.partial(_kernel, size=size),
+        functools.partial(_kernel, size=size, unroll=not interpret),
         out_shape=jax.ShapeDtypeStruct((rows, num_ids), x_RU.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -56,12 +58,14 @@ def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool
     )(first_J, x_RU, ranks_1V)
 
 
-def _kernel(first_J, x, ranks, out, *, size):
+def _kernel(first_J, x, ranks, out, *, size, unroll):
     """Moves the entries of some rows to `BLOCKS` blocks of ids."""
     shape = max(x.shape[0], 2), LANES  # single rows cannot be gathered
-    for block in range(BLOCKS):
-        ids = pl.ds(block * LANES, LANES)
-        number = jnp.minimum(pl.program_id(1) * BLOCKS + block, len(first_J) - 1)
+    start_of_step = pl.program_id(1) * BLOCKS
+
+    def move(block, _):
+        ids = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
+        number = jnp.minimum(start_of_step + block, len(first_J) - 1)
         first = jnp.minimum(first_J[number] & -LANES, x.shape[1] - 2 * LANES)
         ranks_RL = jnp.broadcast_to(ranks[:, ids], shape)
         lanes_RL = (ranks_RL - first) & LANES - 1
@@ -72,3 +76,5 @@ def _kernel(first_J, x, ranks, out, *, size):
             found.append(jnp.take_along_axis(part_RL, lanes_RL, axis=1, mode="promise_in_bounds"))
         moved_RL = jnp.where(ranks_RL - first < LANES, *found)
         out[:, ids] = jnp.where(ranks_RL < size, moved_RL, -jnp.inf)[: x.shape[0]]
+
+    jax.lax.fori_loop(0, BLOCKS, move, None, unroll=unroll)
