@@ -22,11 +22,11 @@ from pydantic import (
     ConfigDict,
     Field,
     Json,
-    ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp
