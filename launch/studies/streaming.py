@@ -124,7 +124,7 @@ def write_tensors(folder: pathlib.Path, tensors: Mapping[str, tuple[str, tuple[i
 
 
 def read(folder: pathlib.Path, weight_dtype: str | None) -> dict[str, float]:
-    """Returns the seconds, the bytes of parameters, and the most memory of this process."""
+    """Returns the seconds, and in GB the parameters and the most memory of this process."""
     checkpoint = open_checkpoint(folder, weight_dtype=weight_dtype)
     start = time.perf_counter()
     params = jax.block_until_ready(read_params(checkpoint, TransformerLM(checkpoint.config)))

@@ -298,7 +298,7 @@ class Head:
         """Returns the logical axis names of the result of `prepare`."""
         params = self.param_axes()
         ids = params.pop(DRAFT_IDS, None)
-        tables = ids and (PartitionSpec(None, None), ids)
+        tables = None if ids is None else (PartitionSpec(None, None), ids)
         return {"params": params, "ranks_V": ids, "tables": tables}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:

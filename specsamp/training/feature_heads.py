@@ -107,7 +107,7 @@ class StepCache:
         slots_S = jnp.arange(self.num_slots)
         is_own_S = (slots_S >= length) & (slots_S < length + self.count)
         is_seen_TS = (slots_S[None] <= jnp.arange(length)[:, None]) | is_own_S[None]
-        scores = jnp.where(is_seen_TS, scores, -jnp.inf)
+        scores = jnp.where(is_seen_TS[None, None, None], scores, -jnp.inf)
         probs = softmax_with_sinks(scores.reshape(batch, heads, length, self.num_slots), sinks_N)
         probs = probs.reshape(scores.shape).astype(q_BNTH.dtype)
         mixed_BMGTH = contract("BMGTS,BMSH->BMGTH", probs[..., :length], self.values)

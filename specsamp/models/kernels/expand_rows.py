@@ -22,7 +22,7 @@ BLOCKS = 16  # of `LANES` ids, of a step
 
 
 def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool = False) -> Array:
-    """Returns ``[R, V]``, ``x_RU[:, ranks_V]``, on one device; -inf where the rank is U.
+    """Returns ``[R, V]``, ``x_RU[:, ranks_1V[0]]``, on one device; -inf where the rank is U.
 
     Args:
       x_RU: float32.
@@ -77,4 +77,5 @@ def _kernel(first_J, x, ranks, out, *, size, unroll):
         moved_RL = jnp.where(ranks_RL - first < LANES, *found)
         out[:, ids] = jnp.where(ranks_RL < size, moved_RL, -jnp.inf)[: x.shape[0]]
 
+    # Interpreted, an unrolled loop takes twenty times as long to compile.
     jax.lax.fori_loop(0, BLOCKS, move, None, unroll=unroll)
