@@ -139,7 +139,7 @@ class Service:
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
     def compile(self) -> None:
-        """Compiles the smallest size; larger sizes are compiled on first use."""
+        """Compiles the smallest size; larger sizes are compiled while requests are served."""
         self.batch.compile()
 
     def start(self) -> None:

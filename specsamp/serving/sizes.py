@@ -9,6 +9,7 @@ size while another one is compiled.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -53,7 +54,7 @@ class ScoreChunks:
 
 
 class Background:
-    """Prepares programs one after another, each once.
+    """Prepares programs one after another, each once, and the last demanded first.
 
     Attributes:
       notify: is called after each program that the thread has prepared.
@@ -67,18 +68,26 @@ class Background:
         """
         self.notify: Callable[[], None] = lambda: None
         self._prepare = prepare
-        self._thread = ThreadPoolExecutor(1, "specsamp compiler") if in_thread else None
+        self._thread = None
+        if in_thread:
+            self._thread = ThreadPoolExecutor(1, "specsamp compiler", _leave_a_core)
         self._begun: set[Hashable] = set()
+        self._demanded: list[Hashable] = []
         self.ready: set[Hashable] = set()
 
     def is_ready(self, program: Hashable) -> bool:
         """Returns whether a program is ready; the first call begins to prepare it."""
         if self._thread is None:
             self.make(program)
-        elif program not in self._begun:
-            self._begun.add(program)
-            self._thread.submit(self._make_in_thread, program)
+        self.begin(program)
         return program in self.ready
+
+    def begin(self, program: Hashable) -> None:
+        """Begins to prepare a program in the thread, if there is one."""
+        if self._thread is not None and program not in self._begun:
+            self._begun.add(program)
+            self._demanded.append(program)
+            self._thread.submit(self._make_last)
 
     def make(self, program: Hashable) -> None:
         """Prepares a program now, unless it is ready."""
@@ -92,7 +101,8 @@ class Background:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _make_in_thread(self, program: Hashable) -> None:
+    def _make_last(self) -> None:
+        program = self._demanded.pop()
         try:
             self._prepare(program)
         except Exception:  # its use raises the error again
@@ -133,18 +143,33 @@ class Sizes:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self.programs.make, (smallest, Chunks(smallest.slots))))
 
+    def compile_ahead(self) -> None:
+        """Begins to compile the sizes that the first requests are likely to need: all rows for many
+        of them, and then twice the slots for a long one.
+        """
+        first = self.all[0]
+        longer = Size(first.rows, self.slots[:2][-1])
+        for size in (longer, Size(self.rows[-1], first.slots)):
+            if size != first:
+                self.programs.begin(Resize(size, first))
+                self._begin(first, size)
+
     def slots_for(self, entry: Entry) -> int:
         """Returns the fewest slots in which a request can be decoded for another step."""
-        tokens = min(entry.request.limit, entry.length + self.step_tokens)
-        return _at_least(self.slots, tokens + self.spare)
+        return self._slots_of(min(entry.request.limit, entry.length + self.step_tokens))
 
     def choose(self, size: Size, decoding: Sequence[Entry], waiting: Sequence[Entry]) -> Size:
         """Returns the size of the next step.
 
-        It holds all requests. While its programs are compiled, it holds the requests that fit the
-        present slots, or stays the present size. A batch shrinks after some steps, or when it is
-        empty; while its best size is compiled, to the best one that was compiled before.
+        It holds all requests. While its programs are compiled, a larger size that was compiled
+        before takes its place; if there is none, the size holds the requests that fit the present
+        slots, or stays the present size. A batch shrinks after some steps, or when it is empty;
+        while its best size is compiled, to the best one that was compiled before. Programs for the
+        whole of a text are compiled from its first step on.
         """
+        whole = max((self._slots_of(entry.request.limit) for entry in decoding), default=0)
+        if whole > size.slots:
+            self._begin(size, Size(size.rows, whole))
         short = [entry for entry in waiting if self.slots_for(entry) <= size.slots]
         self._calm += 1
         for entries in (waiting, short):
@@ -159,21 +184,52 @@ class Sizes:
             if self._is_ready(size, wanted):
                 self._calm = 0
                 return wanted
+            if not _holds(size, wanted):  # it grows
+                larger = self._compiled(size, least=wanted, most=self.all[-1])
+                if larger is not None:
+                    return larger
+        return self._compiled(size, least=needed, most=size) or size
+
+    def _compiled(self, size: Size, *, least: Size, most: Size) -> Size | None:
+        """Returns the smallest size between two, other than the present one, that was compiled."""
         for other in self.all:
-            is_between = all(a <= b <= c for a, b, c in zip(needed, other, size)) and other != size
+            is_between = _holds(other, least) and _holds(most, other) and other != size
             is_compiled = {other, Chunks(other.slots)} <= self.programs.ready
             if is_between and is_compiled and self._is_ready(size, other):
                 return other
-        return size
+        return None
 
     def _size_for(self, entries: Sequence[Entry]) -> Size:
         per_shard = -(-len(entries) // self.shards)
         slots = max(map(self.slots_for, entries), default=self.slots[0])
         return Size(_at_least(self.rows, per_shard), slots)
 
+    def _slots_of(self, tokens: int) -> int:
+        """Returns the fewest slots that hold a text."""
+        return _at_least(self.slots, tokens + self.spare)
+
+    def _begin(self, old: Size, new: Size) -> None:
+        """Begins to compile what a change of size takes, the change itself last."""
+        for program in _programs(old, new):
+            self.programs.begin(program)
+
     def _is_ready(self, old: Size, new: Size) -> bool:
-        programs = new, Chunks(new.slots), Resize(old, new)
-        return all([self.programs.is_ready(program) for program in programs])
+        return all([self.programs.is_ready(program) for program in _programs(old, new)])
+
+
+def _programs(old: Size, new: Size) -> tuple[Resize, Chunks, Size]:
+    return Resize(old, new), Chunks(new.slots), new
+
+
+def _holds(size: Size, other: Size) -> bool:
+    return size.rows >= other.rows and size.slots >= other.slots
+
+
+def _leave_a_core() -> None:
+    """Keeps this thread, and the compiler's threads that it starts, from one of several cores."""
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        first, *others = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, others or [first])
 
 
 def powers(least: int, most: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@
     programs = Programs(
         target=target, draft=draft, mesh=mesh, sampling=sampling, batch=1, slots=2048
     )
-    lowered = programs.call(target, tokens=5)()
+    lowered = programs.call(target, tokens=5)
     compiled = lowered.compile(compiler_options=dict(FEWEST_COLLECTIVES))
 
 No memory is allocated: a 70B pair takes a few seconds to lower.
@@ -137,14 +137,21 @@ class Programs:
         return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]
 
     def call(
-        self, model: ShardedModel, tokens: int, tree: TreeShape | None = None
+        self,
+        model: ShardedModel,
+        tokens: int,
+        tree: TreeShape | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> jax.stages.Lowered:
-        """Lowers a call of a model with ``tokens`` tokens per row, of a tree if given; its
-        logits are replicated.
+        """Lowers a call of a model with ``tokens`` tokens per row, of a tree or of prompts if so
+        given; its logits are replicated.
         """
 
         def call(weights, tokens_BT, start_B, cache):
             options = {} if tree is None else {"block": tree.block(start_B)}
+            if is_prompt:
+                options = model.with_lengths(start_B + tokens)
             output = model(weights, tokens_BT, start_B, cache, **options)
             return output.logits_BTV, output.cache
 

@@ -204,7 +204,8 @@ def _compiled(
     floor, found = functools.partial(programs.floor, model, tokens=new), []
     for tokens in step_windows(programs, model) if name.endswith("step") else (new,):
         progress(f"{name}, {tokens} tokens")
-        lowered = functools.partial(programs.call, model, tokens, tree)
+        is_prompt = name.endswith("prefill")
+        lowered = functools.partial(programs.call, model, tokens, tree, is_prompt=is_prompt)
         found.append(
             measure_program(name, tokens, floor, lowered, topology, layers=model.config.num_layers)
         )

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -142,10 +144,14 @@ def test_rows_are_taken_from_the_oldest_texts_and_lend_their_prefixes():
     assert table.decoding == [(1, running)] and table.longest_prefix(0, range(20)) == (0, 6)
 
 
+def sizes_of(programs):
+    return Sizes((1, 2, 4), (32, 64, 256), 1, step_tokens=4, spare=16, programs=programs)
+
+
 def test_size_follows_requests_as_programs_become_ready():
     programs = Background(print, in_thread=False)
     programs.is_ready, ready = programs.ready.__contains__, programs.ready
-    sizes = Sizes((1, 2, 4), (32, 64), 1, step_tokens=4, spare=16, programs=programs)
+    sizes = sizes_of(programs)
     small, long = [entry() for _ in range(3)], entry(length=40)
     now, wanted = Size(1, 32), Size(4, 64)
     assert sizes.choose(now, small[:1], [*small[1:], long]) == now, "nothing is compiled"
@@ -159,3 +165,27 @@ def test_size_follows_requests_as_programs_become_ready():
     ready.remove(now)
     ready.add(Resize(wanted, Size(4, 32)))
     assert sizes.choose(wanted, [], small[:1]) == Size(4, 32), "the best that is compiled"
+
+
+def test_larger_compiled_size_serves_while_its_own_is_compiled():
+    programs = Background(print, in_thread=False)
+    programs.is_ready, ready = programs.ready.__contains__, programs.ready
+    sizes, now, largest = sizes_of(programs), Size(1, 32), Size(4, 64)
+    ready |= {largest, Chunks(64), Resize(now, largest)}
+    assert sizes.choose(now, [entry()], [entry()]) == largest
+    assert sizes.choose(now, [entry()], [entry(length=60)]) == now, "no compiled size has 256 slots"
+
+
+def test_whole_text_and_first_load_are_compiled_ahead():
+    begun, is_open = [], threading.Event()
+    programs = Background(lambda one: (is_open.wait(60), begun.append(one)), in_thread=True)
+    sizes, first = sizes_of(programs), Size(1, 32)
+    sizes.compile_ahead()
+    assert sizes.choose(first, [entry(budget=200)], []) == first
+    is_open.set()
+    programs.is_ready(longest := Size(1, 256))
+    while longest not in programs.ready:
+        time.sleep(0.01)
+    programs.close()
+    assert longest in begun[:2], "only a program that had begun ends before the last demanded"
+    assert {Size(4, 32), Resize(Size(4, 32), first)} <= programs._begun

@@ -19,6 +19,7 @@ from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
 from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
 from support import extras
+from support.hybrids import RECURRENT, hybrid
 
 OPTIMISED = True
 pytestmark = extras.needs("libtpu")
@@ -163,3 +164,13 @@ def test_a_cache_in_int8_is_read_as_it_is():
     of_token = 2 * config.num_layers * config.num_kv_heads * (config.head_size + 4)  # and the scale
     of_cache = batch * slots * of_token / 4
     assert 0.7 < of_cache / floor < 0.8 and memory.alias_size_in_bytes < 1.01 * of_cache
+
+
+def test_prompt_of_a_hybrid_is_lowered_with_its_length():
+    """A call whose tokens may be removed reads fewer tokens than a call of a prompt."""
+    recurrent = dataclasses.replace(RECURRENT, num_key_heads=4, num_value_heads=8)
+    config = hybrid(num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=64, recurrent=recurrent)
+    made = programs(config)
+    assert made.call(made.target, 128, is_prompt=True).as_text()
+    with pytest.raises(ValueError, match="give lengths_B"):
+        made.call(made.target, 128)
