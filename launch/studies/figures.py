@@ -24,11 +24,21 @@ from specsamp.evaluation.harness import tabulate
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import Band
-from specsamp.tpu.pair_report import faster
+from specsamp.tpu.pair_report import GIB, Report, faster
 from specsamp.tpu.work import Work, calls_of_round
 
 TOKENS = 128  # whose time the paper shows
-EMITTED = expected_tokens(0.8, 4)  # tokens of a round of K = 4 at an acceptance rate of 0.8
+ACCEPTANCE = 0.8  # of forecasts
+EMITTED = expected_tokens(ACCEPTANCE, 4)  # tokens of a round of K = 4
+COMPILED = (
+    "qwen_3b_v5e",
+    "qwen_30b_a3b_v5e",
+    "llama_8b_eagle3_v5e",
+    "gpt_oss_20b_v5e",
+    "llama_70b_v5e",
+    "llama_70b_v5e_batch_8",
+    "llama_70b_int8_v5e",
+)
 
 
 # Figure 1 of the paper, read off to about 2%: Chinchilla 70B and 4B, 16 TPU v4, batch 1, K = 0 to
@@ -253,6 +263,42 @@ def streamed(model: Mapping[str, Any]) -> int:
     return config.num_parameters - config.num_ngram_tables * config.ngram_rows * config.width
 
 
+def compiled(*documents: Document) -> Table:
+    """Returns what was compiled of public pairs, and forecasts at an acceptance of 0.8."""
+    rows = []
+    for document in documents:
+        report, config = Report.from_json(document["report"]), document["config"]
+        target, draft = (
+            config["hugging_face"][name].rpartition("/")[2] for name in ("target", "draft")
+        )
+        step, round_ = (report[name] for name in ("target step", "round"))
+        alone = report.calibrated_ms("target step")
+        together = report.calibrated_ms("round")
+        emitted = expected_tokens(ACCEPTANCE, report.draft_length)
+        rows.append(
+            (
+                f"{target} + {document.get('head') or draft}"
+                + (", int8" if config["int8"]["weights"] != "none" else ""),
+                str(report.draft_length),
+                str(report.batch),
+                report.topology,
+                f"{round_.memory.total / GIB:.1f}",
+                f"{report.lower_bound_ms('target step'):.2f}",
+                f"{report.lower_bound_ms('round'):.2f}",
+                f"{step.over_floor:.3f}",
+                f"{report['score'].over_floor:.3f}",
+                str(alone),
+                str(together),
+                str(together / emitted / report.batch),
+                faster(calibration.band_ratio(alone, together / emitted)),
+            )
+        )
+    header = ("pair", "K", "batch", "slice", "memory, GiB", "step, at least", "round, at least")
+    header += ("step, over the floor", "scoring, over the floor", "a step, ms", "a round, ms")
+    header += ("ms per token", "speedup")
+    return Table(title="Public pairs", header=header, rows=rows)
+
+
 def learning(document: Document) -> Table:
     """Returns a head's held-out acceptance by step of its training and drafted token."""
     name = "acceptance/position_{} (temperature 1)"
@@ -309,6 +355,7 @@ STUDY = Study(
             ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
             summary,
         ),
+        "compiled": Published([f"compile_{name}" for name in COMPILED], compiled),
         "learning": Published(["smollm2_head"], learning),
         "domains": Published(["smollm2_domains_greedy"], domains),
         "pair": Published(["pair"], trained),

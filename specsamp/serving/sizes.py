@@ -162,8 +162,8 @@ class Sizes:
         """Returns the size of the next step.
 
         It holds all requests. While its programs are compiled, a larger size that was compiled
-        before takes its place; if there is none, the size holds the requests that fit the present
-        slots, or stays the present size. A batch shrinks after some steps, or when it is empty;
+        before takes its place, or else the largest below it; if there is none, the size holds the
+        requests that fit the present slots. A batch shrinks after some steps, or when it is empty;
         while its best size is compiled, to the best one that was compiled before. Programs for the
         whole of a text are compiled from its first step on.
         """
@@ -186,18 +186,20 @@ class Sizes:
                 return wanted
             if not _holds(size, wanted):  # it grows
                 larger = self._compiled(size, least=wanted, most=self.all[-1])
-                if larger is not None:
-                    return larger
-        return self._compiled(size, least=needed, most=size) or size
+                smaller = self._compiled(size, least=size, most=wanted)
+                if larger or smaller:
+                    return larger[0] if larger else smaller[-1]
+        return (self._compiled(size, least=needed, most=size) or [size])[0]
 
-    def _compiled(self, size: Size, *, least: Size, most: Size) -> Size | None:
-        """Returns the smallest size between two, other than the present one, that was compiled."""
-        for other in self.all:
-            is_between = _holds(other, least) and _holds(most, other) and other != size
-            is_compiled = {other, Chunks(other.slots)} <= self.programs.ready
-            if is_between and is_compiled and self._is_ready(size, other):
-                return other
-        return None
+    def _compiled(self, size: Size, *, least: Size, most: Size) -> list[Size]:
+        """Returns the sizes between two, other than the present one, that were compiled."""
+        return [
+            other
+            for other in self.all
+            if _holds(other, least) and _holds(most, other) and other != size
+            if {other, Chunks(other.slots)} <= self.programs.ready
+            if self._is_ready(size, other)
+        ]
 
     def _size_for(self, entries: Sequence[Entry]) -> Size:
         per_shard = -(-len(entries) // self.shards)

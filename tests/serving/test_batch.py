@@ -193,7 +193,7 @@ def test_all_present_rows_work_while_more_are_compiled(small, monkeypatch):
     run_ = Runner.run
     monkeypatch.setattr(Runner, "run", run)
     for number in range(6):
-        texts.ask([number + 1, 2], 20)
+        texts.ask([number + 1, 2], 12)
     texts.service._wait()
     while texts.service.unfinished:
         assert texts.batch.table.size.rows <= 2 and texts.service.delivery.step()
