@@ -316,7 +316,7 @@ print(f"{sum(inside)} of {len(inside)} measured points are within the band")
 # prompts and how much the time of a round varies, and both once more for the four prompts that are checked. Its formula is
 # that of a 95% band, but it has no such name here: four prompts say too little about how much prompts vary, and on a busy
 # machine all points move together. With 160 prompts the same planner's bands hold 95% of the measured points, and its best
-# K costs next to nothing (notebooks/results/README.md#do-forecasts-hold).
+# K costs next to nothing (notebooks/results/archive.md#do-forecasts-hold).
 
 # %%
 figure, axis = plt.subplots(figsize=(6.4, 3))

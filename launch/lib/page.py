@@ -17,7 +17,12 @@ from launch.lib.config import CHECKOUT
 from launch.lib.study import PAIR, RESULTS, Document, Published
 from specsamp import storage
 
-PAGES = (CHECKOUT / "README.md", RESULTS / "README.md", PAIR.with_name("README.md"))
+PAGES = (
+    CHECKOUT / "README.md",
+    RESULTS / "README.md",
+    RESULTS / "archive.md",
+    PAIR.with_name("README.md"),
+)
 MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)((?:(?!<!--).)*)(<!-- end -->)", re.DOTALL)
 OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 
