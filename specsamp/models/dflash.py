@@ -360,9 +360,39 @@ class BlockHead(Head):
             (len(pending_B), self.config.block_size - 1), self.config.mask_id, jnp.int32
         )
         tokens_Bb = jnp.concatenate([pending_B[:, None].astype(jnp.int32), masks_BX], axis=1)
-        if self.config.own_embedding:
-            return self.embed(weights, tokens_Bb)
-        return target.embed(target_weights, tokens_Bb, positions_B, None)[0]
+        return self.embed_tokens(weights, target, target_weights, tokens_Bb, positions_B)
+
+    def run_in_texts(
+        self,
+        weights: Any,
+        target: LayeredModel,
+        target_weights: Any,
+        tokens_BT: Array,
+        anchors_BA: Array,
+        caches: Caches,
+    ) -> Array:
+        """Runs A blocks of each text in one call, each behind the context before its anchor.
+
+        Args:
+          tokens_BT: the texts.
+          anchors_BA: the positions of the tokens that begin blocks.
+          caches: have read the texts, and have room for all blocks behind them.
+
+        Returns:
+          The rows that draft, ``[B, A, S, D]``.
+        """
+        batch, length = tokens_BT.shape
+        size = self.config.block_size
+        pending_BA = jnp.take_along_axis(tokens_BT, anchors_BA, axis=1)
+        embedded_NbD = self.embed_blocks(
+            weights, target, target_weights, pending_BA.reshape(-1), anchors_BA.reshape(-1)
+        )
+        embedded_BTD = embedded_NbD.reshape(batch, -1, embedded_NbD.shape[-1])
+        first_A = length + size * jnp.arange(anchors_BA.shape[1])
+        first_BA = jnp.broadcast_to(first_A[None], anchors_BA.shape)
+        rows_BTD, _ = self(weights, embedded_BTD, anchors_BA, first_BA, caches)
+        rows_BASD = rows_BTD.reshape(*anchors_BA.shape, size, -1)
+        return rows_BASD[:, :, self.config.first_row :]
 
     def logits(
         self,

@@ -351,6 +351,22 @@ class Head:
             self._apply("embed", weights, self.layout.on_all_devices(tokens_BT))
         )
 
+    def embed_tokens(
+        self,
+        weights: Any,
+        target: LayeredModel,
+        target_weights: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any = None,
+    ) -> Array:
+        """Returns the embedding of tokens ``[B, T, D]``: the head's own, or the target's, whose
+        ``cache`` stays as it is.
+        """
+        if self.config.own_embedding:
+            return self.embed(weights, tokens_BT)
+        return target.embed(target_weights, tokens_BT, start_B, cache)[0]
+
     def logits(
         self,
         weights: Any,

@@ -5,6 +5,8 @@ used.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +70,7 @@ def write_conversations(
         "longest_question": longest_question,
         "longest_answer": longest_answer,
     }
-    for name, value in (lengths | {"tokens": tokens, "rows": rows}).items():
+    for name, value in {**lengths, "tokens": tokens, "rows": rows}.items():
         validate.integer(name, value, 1)
     validate.number("coolest", coolest, 0, 1)
     if jax.process_count() > 1:
@@ -84,57 +86,49 @@ def write_conversations(
     write = functools.partial(generate_many, pair, rows=rows, draft_length=0, seed=seed)
     stop = sorted(make_stops(pair, None).ids.union(end[:1]))
     seen: set[tuple[int, ...]] = set()
-    number = 0
+    by_prompt = operator.attrgetter("prompt_index")
     written = 0
-    while written < tokens:
+    for number in itertools.count():
         path = folder / f"{number:04d}.npy"
         if not path.exists():
             ids = range(number * shard, (number + 1) * shard)
             hot = temperature(1.0)
-            questions = list(
-                write([begin] * shard, longest_question, sampling=hot, prompt_ids=ids, stop=stop)
+            questions = write(
+                [begin] * shard, longest_question, sampling=hot, prompt_ids=ids, stop=stop
             )
-            questions.sort(key=lambda question: question.prompt_index)
             prompts: dict[tuple[int, ...], int] = {}
-            for id, question in zip(ids, questions):
-                prompt = (
-                    asked(pair, question.text)
-                    if question.finish == "stop" and question.text.strip()
-                    else ()
-                )
-                if prompt and prompt not in seen:
-                    prompts.setdefault(prompt, id)
+            for id, question in zip(ids, sorted(questions, key=by_prompt)):
+                if question.finish == "stop" and question.text.strip():
+                    prompt = asked(pair, question.text)
+                    if prompt not in seen:
+                        prompts.setdefault(prompt, id)
             if not prompts:
                 raise ValueError(
                     f"none of {shard} questions ended and was new: raise longest_question or shard"
                 )
             spread = temperature(np.linspace(coolest, 1, len(prompts)))
-            answers = list(
-                write(
-                    list(prompts),
-                    longest_answer,
-                    sampling=spread,
-                    prompt_ids=list(prompts.values()),
-                )
+            answers = write(
+                list(prompts), longest_answer, sampling=spread, prompt_ids=list(prompts.values())
             )
-            answers.sort(key=lambda answer: answer.prompt_index)
+            answers = sorted(answers, key=by_prompt)
             texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers)]
             starts = np.cumsum([0, *map(len, texts)])
             counts = {
                 "questions": shard,
                 "ended": sum(answer.finish == "stop" for answer in answers),
+                "conversations": [[int(at), len(prompt)] for at, prompt in zip(starts, prompts)],
             }
-            places = [[int(start), len(prompt)] for start, prompt in zip(starts, prompts)]
-            storage.write_json(path.with_suffix(".json"), counts | {"conversations": places})
+            storage.write_json(path.with_suffix(".json"), counts)
             write_array(
                 path, np.concatenate(texts).astype(np.min_scalar_type(pair.target.vocab_size - 1))
             )
         shard_T = read_array(path)
         for start, length in storage.read_json(path.with_suffix(".json"))["conversations"]:
             seen.add(tuple(shard_T[start : start + length].tolist()))
-        number += 1
         written += len(shard_T)
         report(written)
+        if written >= tokens:
+            return
 
 
 def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
@@ -157,7 +151,8 @@ def borders(pair: Pair) -> tuple[list[int], list[int]]:
     """Returns the tokens of a chat before the user's text, and the tokens between this text and
     the answer.
     """
-    one, other = asked(pair, "A"), asked(pair, "7")
+    one = asked(pair, "A")
+    other = asked(pair, "7")
     end = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
     return list(os.path.commonprefix([one, other])), list(end)
 

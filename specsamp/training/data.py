@@ -63,8 +63,7 @@ class Corpus:
 
         def size(texts):
             return sum(
-                len(x.tobytes() if isinstance(x, np.ndarray) else x.encode())
-                for x in texts.values()
+                x.nbytes if isinstance(x, np.ndarray) else len(x.encode()) for x in texts.values()
             )
 
         return {
@@ -114,26 +113,30 @@ def read_corpus(
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of texts at {folder}")
-    sides: tuple[dict, dict] = ({}, {})
-    skipped, digest, dtypes = [], hashlib.sha256(), {}
+    train = {}
+    kept = {}
+    skipped = []
+    dtypes = {}
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob(pattern)):
         relative = path.relative_to(folder)
         if not path.is_file() or any(
             fnmatch.fnmatch(part, glob) for part in relative.parts for glob in exclude
         ):
             continue
-        name, content = relative.as_posix(), path.read_bytes()
+        name = relative.as_posix()
+        content = path.read_bytes()
         if path.suffix == ".npy":
             rows, dtypes[name] = _integers(name, content)
             if path.with_name(WRITTEN_BY).is_file():
-                starts = [
-                    start for start, _ in read_json(path.with_suffix(".json"))["conversations"]
-                ]
-                rows = np.split(rows[0], starts[1:])
-            if len(set(dtypes.values())) > 1:
-                first = next(iter(dtypes))
-                told = f"{name} holds {dtypes[name]}, {first} {dtypes[first]}"
-                raise ValueError(f"{told}: write all arrays with one dtype")
+                places = read_json(path.with_suffix(".json"))["conversations"]
+                rows = np.split(rows[0], [start for start, _ in places[1:]])
+            first = next(iter(dtypes))
+            if dtypes[name] != dtypes[first]:
+                raise ValueError(
+                    f"{name} holds {dtypes[name]}, {first} {dtypes[first]}: write all arrays with "
+                    "one dtype"
+                )
             parts = [(f"{name}:{number}", row) for number, row in enumerate(rows, 1)]
         else:
             try:
@@ -146,8 +149,8 @@ def read_corpus(
             parts = _parts(name, text)
         digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
         for part_name, part in parts:
-            sides[_hash_fraction(part_name) < held_out][part_name] = part
-    train, kept = sides
+            side = kept if _hash_fraction(part_name) < held_out else train
+            side[part_name] = part
     if not train:
         raise ValueError(
             f"nothing to train on: {folder} has no UTF-8 file that matches {pattern!r} outside "
@@ -180,10 +183,8 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
                 raise ValueError(
                     f"{name}, line {number}: {key} must be a list of objects; got {value!r:.100}"
                 )
-        for key, cure in (
-            ("functions", "write them as tools"),
-            ("chat_template_kwargs", "leave it out"),
-        ):
+        cures = {"functions": "write them as tools", "chat_template_kwargs": "leave it out"}
+        for key, cure in cures.items():
             if content.get(key):
                 raise ValueError(
                     f"{name}, line {number}: {key} would change the text, but is not read: {cure}"
@@ -205,18 +206,17 @@ def _integers(name: str, content: bytes) -> tuple[list[np.ndarray], np.dtype]:
         raise ValueError(
             f"{name} must hold integers [T] or [N, T]; got {array.dtype} {list(array.shape)}"
         )
-    rows = np.atleast_2d(array).astype(np.int64)
-    lengths = (rows >= 0).sum(1)
-    is_padded = (rows < 0) == (np.arange(rows.shape[1])[None] >= lengths[:, None])
-    if not is_padded.all() or rows.min() < -1 or rows.max() >= 2**31:
-        row = int(np.argmax(~is_padded.all(1) | (rows < -1).any(1) | (rows >= 2**31).any(1)))
+    rows_NT = np.atleast_2d(array).astype(np.int64)
+    lengths_N = (rows_NT >= 0).sum(1)
+    is_padding_NT = np.arange(rows_NT.shape[1])[None] >= lengths_N[:, None]
+    is_sound_NT = np.where(is_padding_NT, rows_NT == -1, (rows_NT >= 0) & (rows_NT < 2**31))
+    if not is_sound_NT.all():
         raise ValueError(
-            f"{name}, row {row}: tokens must be >= 0 and below 2**31, with -1 behind the last of a "
-            "shorter sequence"
+            f"{name}, row {is_sound_NT.all(1).argmin()}: tokens must be >= 0 and below 2**31, with "
+            "-1 behind the last of a shorter sequence"
         )
-    return [
-        row[:length].astype(np.int32) for row, length in zip(rows, lengths) if length
-    ], array.dtype
+    rows = [row[:length].astype(np.int32) for row, length in zip(rows_NT, lengths_N) if length]
+    return rows, array.dtype
 
 
 def _hash_fraction(relative_path: str) -> float:
@@ -320,17 +320,18 @@ class Windows:
             offset = int(order.integers(self.length))
             starts = offset + self.length * order.permutation(self.per_epoch)
             inside = epochs == epoch
-            rows[inside] = self.stream[
-                starts[places[inside], None] + np.arange(self.length + 1)[None]
-            ]
+            rows[inside] = self._at(starts[places[inside]])
         return rows
 
     def in_order(self) -> np.ndarray:
         """Returns all windows from the first token on, ``[windows, length + 1]``, for
         evaluation.
         """
-        starts = self.length * np.arange((len(self.stream) - 1) // self.length)
-        return self.stream[starts[:, None] + np.arange(self.length + 1)[None]]
+        return self._at(self.length * np.arange((len(self.stream) - 1) // self.length))
+
+    def _at(self, starts_N: np.ndarray) -> np.ndarray:
+        """Returns the windows that begin at these tokens, ``[N, length + 1]``."""
+        return self.stream[starts_N[:, None] + np.arange(self.length + 1)[None]]
 
 
 def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.ndarray:
@@ -364,9 +365,9 @@ class Mixture:
         """
         drawn = round(self.share * size)
         epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
-        shuffles = {
-            epoch: np.random.default_rng([self.seed, 1, epoch]) for epoch in set(epochs.tolist())
-        }
-        order = {epoch: shuffle.permutation(len(self.rows)) for epoch, shuffle in shuffles.items()}
-        chosen = [order[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
+        chosen = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            order = np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows))
+            inside = epochs == epoch
+            chosen[inside] = order[places[inside]]
         return np.concatenate([self.windows.batch(step, size - drawn), self.rows[chosen]])

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
@@ -48,11 +49,7 @@ from specsamp.training.training_task import Task
 Array = jax.Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "own_keys", "own_values", "count"],
-    meta_fields=["later"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCache:
     """Keys and values of the computed steps; a `LayerCache` for the attention of a head.
@@ -66,7 +63,7 @@ class StepCache:
       count: the number of computed later steps.
     """
 
-    later: int
+    later: int = dataclasses.field(metadata={"static": True})
     keys: Array | None = None
     values: Array | None = None
     own_keys: Array | None = None
@@ -85,8 +82,12 @@ class StepCache:
                 self, keys=k_BMTH, values=v_BMTH, own_keys=room, own_values=room
             )
         number = start_B[0]
-        own = (self.own_keys.at[number - 1].set(k_BMTH), self.own_values.at[number - 1].set(v_BMTH))
-        return dataclasses.replace(self, own_keys=own[0], own_values=own[1], count=number)
+        return dataclasses.replace(
+            self,
+            own_keys=self.own_keys.at[number - 1].set(k_BMTH),
+            own_values=self.own_values.at[number - 1].set(v_BMTH),
+            count=number,
+        )
 
     def attend(
         self,
@@ -98,7 +99,8 @@ class StepCache:
         cap: float | None = None,
         sinks_N: Array | None = None,
     ) -> Array:
-        (batch, heads, length, size), kv_heads = q_BNTH.shape, self.keys.shape[1]
+        batch, heads, length, size = q_BNTH.shape
+        kv_heads = self.keys.shape[1]
         q_BMGTH = q_BNTH.reshape(batch, kv_heads, heads // kv_heads, length, size)
         first_BMGTS = contract("BMGTH,BMSH->BMGTS", q_BMGTH, self.keys, dtype=jnp.float32)
         own_BMGTR = contract("BMGTH,RBMTH->BMGTR", q_BMGTH, self.own_keys, dtype=jnp.float32)
@@ -172,16 +174,11 @@ class TrainHead(Task):
         """Returns the target's parameters in its compute dtype, and the ids of a reduced
         vocabulary, ``[U]``, increasing.
         """
-        target_params = jax.tree.map(
-            lambda x: x.astype(self.target.config.compute_dtype), target_params
-        )
-        return {
-            "target": target_params,
-            DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32),
-        }
+        dtype = self.target.config.compute_dtype
+        return {"target": optax.tree.cast(target_params, dtype), DRAFT_IDS: draft_ids}
 
     def init(self, key, teacher_params=None):
-        params = _without_ids(self.head.init(key))
+        params = without_ids(self.head.init(key))
         if teacher_params is None:
             return params
         of_target = teacher_params["target"]
@@ -189,7 +186,7 @@ class TrainHead(Task):
         return self.head.config.begin(params, output_VD.astype(jnp.float32))
 
     def param_axes(self):
-        return _without_ids(self.head.param_axes())
+        return without_ids(self.head.param_axes())
 
     def teacher_axes(self):
         ids = None if self.head.config.draft_vocab_size is None else PartitionSpec(None)
@@ -199,36 +196,25 @@ class TrainHead(Task):
         """See `Task.loss`; also returns the acceptance at each position of a draft, at temperature
         1.
         """
-        found = self._results(params, teacher_params, tokens_BT, None, key)
+        found = self.measure(params, teacher_params, tokens_BT, None, key)
         return found.pop("loss"), found
 
-    def measure(self, params, teacher_params, tokens_BT, warp):
+    def measure(self, params, teacher_params, tokens_BT, warp, key=None):
         """Returns the objective, and the acceptance at each position of a draft: position i + 1 is
         step i.
-        """
-        return self._results(params, teacher_params, tokens_BT, warp, None)
-
-    def _results(
-        self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
-    ) -> dict[str, Array]:
-        """Returns the loss, and the logged averages by name and position.
 
         Args:
           warp: of acceptance and modes; None: temperature 1, and modes are not compared.
           key: of random choices; None: they are the same each time.
         """
-        weights = self.head.training_weights(params, teacher[DRAFT_IDS])
-        found = self._averages(weights, teacher, tokens_BT, warp, key)
-        results = {"loss": found.pop("loss") @ self._loss_weights()}
-        told = {
-            name: values_S
-            for name, values_S in found.items()
-            if warp is not None or "agreement" not in name
-        }
+        weights = self.head.training_weights(params, teacher_params[DRAFT_IDS])
+        found = self._averages(weights, teacher_params, tokens_BT, warp, key)
+        # No product of matrices, which a TPU would compute in bfloat16.
+        results = {"loss": (found.pop("loss") * self._loss_weights()).sum()}
         return results | {
-            f"{name}/position_{i + 1}": value
-            for name, values_S in told.items()
-            for i, value in enumerate(values_S)
+            f"{name}/position_{i}": value
+            for name, values_S in found.items()
+            for i, value in enumerate(values_S, 1)
         }
 
     def _loss_weights(self) -> Array:
@@ -256,20 +242,14 @@ class TrainHead(Task):
             cut(jnp.arange(length), 0),
             cut(tokens_BT[:, 1:], 1),
         )
-        return step_averages(
-            self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5)
-        )
+        compare = functools.partial(self._compare, weights, teacher, warp)
+        return step_averages(self._add_up(compare, parts))
 
-    def _add_up(
-        self, compare: Callable[..., Array], weights: Any, teacher: Any, parts: Any, sums: int
-    ) -> Array:
-        """Returns the sums ``[sums, S]`` over parts, which are in memory one at a time."""
+    def _add_up(self, compare: Callable[..., Any], parts: Any) -> Any:
+        """Returns the sums of ``compare`` over parts, which are in memory one at a time."""
         compare = compare if self.chunk is None else jax.checkpoint(compare)
-
-        def add(total: Array, part: Any) -> tuple[Array, None]:
-            return total + compare(weights, teacher, *part), None
-
-        return jax.lax.scan(add, jnp.zeros((self.test_steps, sums)), parts)[0].T
+        sums = jax.lax.map(lambda part: compare(*part), parts)
+        return jax.tree.map(lambda x: x.sum(axis=0), sums)
 
     def _steps(self, weights: Any, target_params: Any, tokens_BT: Array) -> tuple[Array, Array]:
         """Runs the target, and the steps of the training-time test.
@@ -278,73 +258,68 @@ class TrainHead(Task):
           The stream behind the target's last layer, ``[B, T, D]``; and the features of each step,
           ``[S, B, T, D]``, which are compared with the target at the same position t, for t > i.
         """
-        head, inputs_BT = self.head, tokens_BT[:, :-1]
+        head = self.head
         layers = *head.hidden_layers, self.target.num_layers - 1
-        *hidden, stream_BTD = self.target.forward_streams(target_params, inputs_BT, layers)
-        embedded_BTD = self._embed(weights, target_params, tokens_BT)[:, 1:]
+        *hidden, stream_BTD = self.target.forward_streams(target_params, tokens_BT[:, :-1], layers)
+        target_weights = {"params": target_params}
+        start_B = jnp.zeros(len(tokens_BT), jnp.int32)
+        embedded_BTD = head.embed_tokens(weights, self.target, target_weights, tokens_BT, start_B)
+        embedded_BTD = embedded_BTD[:, 1:]
+        features_BTD = head.fuse(weights, tuple(hidden))
         if isinstance(head, ModuleChain):
             call = head if self.chunk is None else jax.checkpoint(head, static_argnums=(4, 5))
-            features_BTD, returned = head.fuse(weights, tuple(hidden)), []
-            start_B = jnp.zeros(len(tokens_BT), jnp.int32)
+            returned = []
             for number in range(self.test_steps):
                 token_BTD = jnp.roll(embedded_BTD, -number, axis=1)
                 features_BTD, _ = call(weights, token_BTD, features_BTD, start_B, None, number)
-                returned.append(jnp.roll(features_BTD, number + 1, axis=1))
-            return stream_BTD, jnp.stack(returned)
-        before = head.fuse(weights, tuple(hidden)), StepCache(later=max(self.test_steps - 1, 1))
+                returned.append(features_BTD)
+        else:
 
-        def run(weights, embedded_BTD, before, step):
-            # The last tokens come round to the front; features at these positions are not compared.
-            token_BTD = jnp.roll(embedded_BTD, -step, axis=1)
-            return head(weights, token_BTD, before[0], jnp.full(len(tokens_BT), step), before[1])
+            def run(before, step):
+                # The last tokens come round to the front; features there are not compared.
+                token_BTD = jnp.roll(embedded_BTD, -step, axis=1)
+                after = head(
+                    weights, token_BTD, before[0], jnp.full(len(tokens_BT), step), before[1]
+                )
+                return after, after[0]
 
-        run = run if self.chunk is None else jax.checkpoint(run)
-
-        def go_on(before, step):
-            after = run(weights, embedded_BTD, before, step)
-            return after, after[0]
-
-        first = run(weights, embedded_BTD, before, jnp.int32(0))
-        # A loop: one step is compiled.
-        _, later = jax.lax.scan(go_on, first, jnp.arange(1, self.test_steps))
-        returned = [
-            jnp.roll(features_BTD, i + 1, axis=1)
-            for i, features_BTD in enumerate([first[0], *later])
-        ]
-        return stream_BTD, jnp.stack(returned)
+            run = run if self.chunk is None else jax.checkpoint(run)
+            cache = StepCache(later=max(self.test_steps - 1, 1))
+            first, features_BTD = run((features_BTD, cache), jnp.int32(0))
+            # A loop: one step is compiled.
+            _, later = jax.lax.scan(run, first, jnp.arange(1, self.test_steps))
+            returned = [features_BTD, *later]
+        rolled = [jnp.roll(x_BTD, i, axis=1) for i, x_BTD in enumerate(returned, 1)]
+        return stream_BTD, jnp.stack(rolled)
 
     def _compare(
         self,
         weights: Any,
         teacher: Any,
+        warp: Warp | None,
         stream_BTD: Array,
         features_SBTD: Array,
         rows_T: Array,
         labels_BT: Array,
-        *,
-        warp: Warp | None,
-    ) -> Array:
-        """Compares each step with some rows of the target.
-
-        Returns:
-          ``[S, 5]``: sums of divergences, of positions with a divergence, of acceptance, of equal
-          modes, and of positions.
+    ) -> dict[str, Array]:
+        """Compares each step with some rows of the target; returns sums ``[S]`` of the results of
+        `_of_each`.
         """
         imitated_BTU, *compared = self._of_target(weights, teacher, stream_BTD, warp)
         if self.objective == "cross_entropy":
             imitated_BTU = jnp.log(jax.nn.one_hot(labels_BT, self.target.vocab_size))
         of_target = imitated_BTU, *compared
 
-        def unembed(x_BTD: Array) -> Array:
-            return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
+        unembed = functools.partial(self.target.unembed_normed, {"params": teacher["target"]})
 
-        def sums(step: Array | int, features_BTD: Array) -> Array:
+        def sums(step, features_BTD):
             logits_BTU = self.head.logits(weights, features_BTD, unembed, step)
             exists_BT = (rows_T > step)[None] & jnp.ones(stream_BTD.shape[:2], bool)
-            return self._of_each(weights, of_target, logits_BTU, exists_BT, warp).sum(axis=(1, 2))
+            found = self._of_each(weights, of_target, logits_BTU, exists_BT, warp)
+            return jax.tree.map(lambda x_BT: x_BT.sum(dtype=jnp.float32), found)
 
         if self.head.config.max_tokens is not None:  # each step has other parameters
-            return jnp.stack(
+            return stacked(
                 [sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)]
             )
         return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
@@ -354,7 +329,8 @@ class TrainHead(Task):
     ) -> tuple[Array, ...]:
         """Returns the target's side of `_of_each`, from the stream behind its last layer."""
         target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
-        ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
+        ids_U = teacher[DRAFT_IDS]
+        is_counted_BT = jnp.ones(target_BTV.shape[:2], bool)
         if ids_U is not None:
             of_draft_BTV = jnp.where(weights["ranks_V"] < len(ids_U), target_BTV, -jnp.inf)
             # Slow on a CPU: argmax.
@@ -371,32 +347,26 @@ class TrainHead(Task):
         logits_BTU: Array,
         exists_BT: Array,
         warp: Warp | None,
-    ) -> Array:
-        """Returns ``[5, B, T]``, of a head's logits what `_compare` adds up."""
+    ) -> dict[str, Array]:
+        """Compares a head's logits with the target, position by position.
+
+        Returns:
+          Arrays ``[B, T]``: the divergence as "loss", and whether it is counted; the acceptance;
+          with a warp whether the modes are equal; and whether there is a position.
+        """
         target_BTU, kept_BTU, is_counted_BT, warped_BTV = of_target
         draft_BTU = jax.nn.log_softmax(logits_BTU)
         counts_BT = exists_BT & is_counted_BT
         # The cross-entropy is the divergence from a distribution that has one token.
         divergence_BT = DIVERGENCES.get(self.objective, forward_kl)(target_BTU, draft_BTU)
+        found = {"loss": divergence_BT * counts_BT, "counted": counts_BT, "exists": exists_BT}
         if warp is None:
-            accepted_BT, agreed_BT = (
-                overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)),
-                jnp.zeros_like(exists_BT),
-            )
+            accepted_BT = overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU))
         else:
             draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
-            accepted_BT, agreed_BT = (
-                overlap(warped_BTV, draft_BTV),
-                greedy_agreement(warped_BTV, draft_BTV),
-            )
-        of_each = (
-            divergence_BT * counts_BT,
-            counts_BT,
-            accepted_BT * exists_BT,
-            agreed_BT * exists_BT,
-            exists_BT,
-        )
-        return jnp.stack([x_BT.astype(jnp.float32) for x_BT in of_each])
+            accepted_BT = overlap(warped_BTV, draft_BTV)
+            found["greedy_agreement"] = greedy_agreement(warped_BTV, draft_BTV) * exists_BT
+        return found | {"acceptance": accepted_BT * exists_BT}
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
         """Returns the target's logits ``[B, T, U]`` of some ids, computed from these rows of its
@@ -410,13 +380,7 @@ class TrainHead(Task):
         config = dataclasses.replace(
             self.target.config, vocab_size=len(ids_U), num_real_tokens=None
         )
-        return TransformerLM(config).read_out({**target_params, **ends}, stream_BTD)
-
-    def _embed(self, weights: Any, target_params: Any, tokens_BT: Array) -> Array:
-        if self.head.config.own_embedding:
-            return self.head.embed(weights, tokens_BT)
-        start_B = jnp.zeros(len(tokens_BT), jnp.int32)
-        return self.target.embed({"params": target_params}, tokens_BT, start_B, None)[0]
+        return TransformerLM(config).read_out(target_params | ends, stream_BTD)
 
 
 def most_frequent(tokens: np.ndarray, vocab_size: int, count: int) -> np.ndarray:
@@ -427,15 +391,19 @@ def most_frequent(tokens: np.ndarray, vocab_size: int, count: int) -> np.ndarray
     return np.sort(order[:count]).astype(np.int32)
 
 
-def _without_ids(tree: Any) -> Any:
+def without_ids(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the trained parameters of a head: all but the ids of a reduced vocabulary."""
     return {name: leaf for name, leaf in tree.items() if name != DRAFT_IDS}
 
 
-def step_averages(sums_XS: Array) -> dict[str, Array]:
-    """Returns averages of the sums of `TrainHead._compare`."""
-    loss_S, counted_S, accepted_S, agreed_S, rows_S = sums_XS
-    return {
-        "loss": loss_S / jnp.maximum(counted_S, 1),
-        "acceptance": accepted_S / rows_S,
-        "greedy_agreement": agreed_S / rows_S,
-    }
+def stacked(trees: Sequence[Any]) -> Any:
+    """Returns a tree whose arrays have an axis more, the first: one entry for each of the trees."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
+
+
+def step_averages(sums: dict[str, Array]) -> dict[str, Array]:
+    """Returns averages of the sums of `TrainHead._compare`: of the loss over counted positions."""
+    sums = dict(sums)
+    loss_S = sums.pop("loss") / jnp.maximum(sums.pop("counted"), 1)
+    exists_S = sums.pop("exists")
+    return {"loss": loss_S} | {name: sum_S / exists_S for name, sum_S in sums.items()}

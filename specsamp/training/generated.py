@@ -74,11 +74,8 @@ def kept_windows(
                 prompt_ids=range(first, first + batch),
             )
             if is_mine:
-                written = [
-                    [*prompt, *completion.tokens]
-                    for prompt, completion in zip(prompts, completions)
-                ]
-                write_array(paths[first], np.array(written, np.int32))
+                texts_BT = [[*prompt, *one.tokens] for prompt, one in zip(prompts, completions)]
+                write_array(paths[first], np.array(texts_BT, np.int32))
         report(min(first + batch, len(rows)))
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("generated text")

@@ -44,8 +44,8 @@ def evaluate(
     mesh = mesh or make_mesh(data=jax.device_count(), model=1)
     batch = evaluation_batch(rows, batch, mesh)
     layout = Layout.tensor_parallel(mesh)
-    params = put(params, layout.shardings(task.param_axes(), params))
-    teacher_params = put(teacher_params, layout.shardings(task.teacher_axes(), teacher_params))
+    params = layout.put(task.param_axes(), params)
+    teacher_params = layout.put(task.teacher_axes(), teacher_params)
     sharding = NamedSharding(mesh, PartitionSpec(DATA))
     results: dict[str, list[float]] = {}
     for name, warp in COMPARED_DISTRIBUTIONS.items():

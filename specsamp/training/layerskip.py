@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import log_probs
-from specsamp.training.objective import cross_entropy, greedy_agreement, overlap
+from specsamp.training.objective import greedy_agreement, overlap, text_loss
 from specsamp.training.training_task import Task
 
 Array = jax.Array
@@ -41,7 +41,8 @@ def read_layers(
     "gradual" begins with the last layer and goes down evenly; from half of the steps on it reads
     all.
     """
-    layer_L, last = jnp.arange(num_layers), num_layers - 1
+    layer_L = jnp.arange(num_layers)
+    last = num_layers - 1
     if curriculum == "rotational":
         is_read_L = (layer_L - step) % rotation == 0
     else:
@@ -55,8 +56,10 @@ def loss_weights(exit_scale: float, is_read_L: Array) -> Array:
     With the ``exit_scale`` s, ``e(l) = s l (l+1) / 2``, and ``e(L-1) = L - 1 + s (L-2) (L-1) / 2``
     for the last layer.
     """
-    layer_L, last = jnp.arange(len(is_read_L), dtype=jnp.float32), len(is_read_L) - 1
-    inner_L, outer = layer_L * (layer_L + 1) / 2, last + exit_scale * (last - 1) * last / 2
+    layer_L = jnp.arange(len(is_read_L), dtype=jnp.float32)
+    last = len(is_read_L) - 1
+    inner_L = layer_L * (layer_L + 1) / 2
+    outer = last + exit_scale * (last - 1) * last / 2
     weights_L = jnp.where(layer_L == last, outer, exit_scale * inner_L) * is_read_L
     return weights_L / weights_L.sum()
 
@@ -99,21 +102,20 @@ class LayerSkip(Task):
             raise ValueError("a model of one layer has no earlier exit: give it two or more layers")
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
         num_layers = self.model.num_layers
-        kept_BL = (
-            jax.random.uniform(key, (len(tokens_BT), num_layers)) >= self.dropout_at(step)[None]
-        )
+        drawn_BL = jax.random.uniform(key, (len(tokens_BT), num_layers))
         streams = self.model.forward_streams(
-            params, inputs_BT, tuple(range(num_layers)), kept_BL=kept_BL
+            params,
+            tokens_BT[:, :-1],
+            tuple(range(num_layers)),
+            kept_BL=drawn_BL >= self.dropout_at(step)[None],
         )
 
         # A layer that is not read costs nothing. Logits are computed again for the gradient, one
         # layer at a time.
         @jax.checkpoint
-        def text_loss(params: Any, x_BTD: Array) -> Array:
-            log_probs_BTV = jax.nn.log_softmax(self.model.read_out(params, x_BTD))
-            return cross_entropy(log_probs_BTV, labels_BT).mean()
+        def exit_loss(params: Any, x_BTD: Array) -> Array:
+            return text_loss(self.model.read_out(params, x_BTD), tokens_BT[:, 1:])
 
         def nothing(params: Any, x_BTD: Array) -> Array:
             return jnp.zeros(())
@@ -121,28 +123,24 @@ class LayerSkip(Task):
         is_read_L = read_layers(self.curriculum, num_layers, step, self.steps, self.rotation)
         weights_L = loss_weights(self.exit_scale, is_read_L)
         losses = [
-            jax.lax.cond(w > 0, text_loss, nothing, params, x_BTD)
+            jax.lax.cond(w > 0, exit_loss, nothing, params, x_BTD)
             for w, x_BTD in zip(weights_L, streams)
         ]
-        return sum(w * loss for w, loss in zip(weights_L, losses, strict=True)), {
-            "text_loss": losses[-1]
-        }
+        return (weights_L * jnp.stack(losses)).sum(), {"text_loss": losses[-1]}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         """Returns the loss at each exit, and the acceptance of a token that is drafted there."""
-        inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+        labels_BT = tokens_BT[:, 1:]
         *inner, last_BTD = self.model.forward_streams(
-            params, inputs_BT, tuple(range(self.model.num_layers))
+            params, tokens_BT[:, :-1], tuple(range(self.model.num_layers))
         )
         target_BTV = self.model.read_out(params, last_BTD)
-        measured = {"loss": cross_entropy(jax.nn.log_softmax(target_BTV), labels_BT).mean()}
+        measured = {"loss": text_loss(target_BTV, labels_BT)}
         for exit_layer, x_BTD in enumerate(inner, start=1):
             draft_BTV = self.model.read_out(params, x_BTD)
             pair = log_probs(warp, target_BTV), log_probs(warp, draft_BTV)
             measured |= {
-                f"loss/exit_{exit_layer}": cross_entropy(
-                    jax.nn.log_softmax(draft_BTV), labels_BT
-                ).mean(),
+                f"loss/exit_{exit_layer}": text_loss(draft_BTV, labels_BT),
                 f"acceptance/exit_{exit_layer}": overlap(*pair).mean(),
                 f"greedy_agreement/exit_{exit_layer}": greedy_agreement(*pair).mean(),
             }
@@ -151,8 +149,5 @@ class LayerSkip(Task):
     def dropout_at(self, step: Array | int) -> Array:
         """Returns the probability p(l, t) that each layer is dropped at a step, ``[L]``."""
         scale = jnp.exp2(step / max(self.steps - 1, 1)) - 1 if self.from_scratch else 1.0
-        return (
-            scale
-            * self.dropout
-            * (jnp.exp2(jnp.arange(self.model.num_layers) / (self.model.num_layers - 1)) - 1)
-        )
+        last = self.model.num_layers - 1
+        return scale * self.dropout * (jnp.exp2(jnp.arange(last + 1) / last) - 1)

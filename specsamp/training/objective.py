@@ -1,5 +1,5 @@
-"""Losses that training minimises. All functions take log-probabilities and return one number per
-position.
+"""Losses that training minimises. All functions but `text_loss` take log-probabilities and return
+one number per position.
 
 ``target`` is the distribution to imitate, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
@@ -24,6 +24,11 @@ Array = jax.Array
 def cross_entropy(log_probs_BTV: Array, labels_BT: Array) -> Array:
     """Computes ``-log q(label)`` at every position, ``[B, T]`` nats."""
     return -jnp.take_along_axis(log_probs_BTV, labels_BT[..., None], axis=-1)[..., 0]
+
+
+def text_loss(logits_BTV: Array, labels_BT: Array) -> Array:
+    """Returns the mean cross-entropy of a text in nats, from logits of its tokens; a scalar."""
+    return cross_entropy(jax.nn.log_softmax(logits_BTV), labels_BT).mean()
 
 
 def forward_kl(target_BTV: Array, draft_BTV: Array) -> Array:

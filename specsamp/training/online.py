@@ -54,13 +54,13 @@ class DraftLearner:
                 f"a learner takes a draft model of the target's tokenizer; the pair has {kind}"
             )
         target, draft = (TransformerLM(model.config) for model in (pair.target, pair.draft))
-        self._task, self._config, self._teacher = (
-            TrainModel(draft, target),
-            config,
-            pair.target_params,
-        )
-        self._length, self._tokens = validate.integer("length", length, 1), np.zeros(0, np.int32)
-        self.state, self.losses = init_state(self._task, config, pair.draft_params), []
+        self._task = TrainModel(draft, target)
+        self._config = config
+        self._teacher = pair.target_params
+        self._length = validate.integer("length", length, 1)
+        self._tokens = np.zeros(0, np.int32)
+        self.state = init_state(self._task, config, pair.draft_params)
+        self.losses = []
 
     def __call__(self, tokens: Sequence[int]) -> Any | None:
         """Takes a text; returns new parameters of the draft if they have changed, else None.
@@ -72,10 +72,8 @@ class DraftLearner:
         size = self._config.batch * (self._length + 1)
         if len(self._tokens) < size or len(self.losses) >= self._config.steps:
             return None
-        windows_BT, self._tokens = (
-            self._tokens[:size].reshape(-1, self._length + 1),
-            self._tokens[size:],
-        )
+        windows_BT = self._tokens[:size].reshape(-1, self._length + 1)
+        self._tokens = self._tokens[size:]
         self.state, numbers = train_update(
             self._task, self._config, self.state, self._teacher, windows_BT
         )

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -36,7 +35,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import Prompt, make_requests
+from specsamp.decoding.request import Prompt, make_requests, with_samples
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import DRAFT_IDS
@@ -44,6 +43,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, first_tokens, log_probs, temperature
 from specsamp.serving.batch import Batch
 from specsamp.serving.generate_many import TOGETHER, Queue
+from specsamp.training.feature_heads import without_ids
 from specsamp.training.objective import cross_entropy
 from specsamp.training.run_folder import MetricsLog, Progress, check_run
 from specsamp.training.trainer import (
@@ -100,6 +100,11 @@ class RolloutConfig:
                 "read all texts"
             )
 
+    @property
+    def prompts(self) -> int:
+        """Returns the number of prompts of a step."""
+        return self.policy.batch // self.group
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +145,8 @@ class PolicyGradient(Task):
         warp = chain(first_tokens(self.num_tokens), temperature(self.temperature))
         now_BT = -cross_entropy(log_probs(warp, logits_BTV), texts.tokens_BT[:, 1:])
         gap_BT = jnp.where(texts.emitted_BT, now_BT - texts.log_probs_BT, 0.0)
-        ratio_BT, advantages_B1 = jnp.exp(gap_BT), texts.advantages_B[:, None]
+        ratio_BT = jnp.exp(gap_BT)
+        advantages_B1 = texts.advantages_B[:, None]
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip, 1 + self.clip)
         gain_BT = (
             jnp.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1) * texts.emitted_BT
@@ -170,24 +176,32 @@ class Rollouts:
                 )
         decoding |= dict(sampling=temperature(config.temperature), require_exact=True)
         self.method = make_method(pair, **decoding)
-        count = validate.integer(
-            "prompts of a step (policy.batch / group)", config.policy.batch // config.group, 1
-        )
-        if len(prompts) < count:
+        if len(prompts) < config.prompts:
             raise ValueError(
-                f"a step takes {count} prompts and there are {len(prompts)}: lower policy.batch, "
-                "or give more"
+                f"a step takes {config.prompts} prompts and there are {len(prompts)}: lower "
+                "policy.batch, or give more"
             )
         self._config = config
         self._requests = make_requests(pair, self.method, prompts, config.max_new_tokens)
         self.length = max(len(request.prompt) for request in self._requests) + config.max_new_tokens
-        fields = dict(
-            batch=config.rows, spare=TOGETHER * pair.shards.count, keep_log_probs="sampled"
+        self._engine = Engine.create(
+            pair,
+            self.method,
+            self._requests,
+            batch=config.rows,
+            spare=TOGETHER * pair.shards.count,
+            keep_log_probs="sampled",
         )
-        self._engine = Engine.create(pair, self.method, self._requests, **fields)
-        self._weights = jax.jit(
-            functools.partial(_weights, pair.target, self.method.drafter, self._engine.slots)
-        )
+        drafter = self.method.drafter
+        slots = self._engine.slots
+
+        def prepare(params, draft_params):
+            return Weights(
+                target=pair.target.fit_slots(pair.target.prepare(params), slots),
+                draft=drafter.fit_slots(drafter.prepare(draft_params), slots),
+            )
+
+        self._weights = jax.jit(prepare)
 
     def describe(self, draft_task: Task | None) -> dict[str, Any]:
         """Returns the identity of a run, which must not change when it resumes: the configuration,
@@ -207,19 +221,18 @@ class Rollouts:
         """Samples the texts of a step, ordered by prompt and sample; the same step has the same
         prompts and noise.
         """
-        config, entropy = self._config, (self._config.policy.seed, step)
-        count = config.policy.batch // config.group
-        chosen = np.random.default_rng(entropy).choice(len(self._requests), count, replace=False)
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
-        requests = [
-            dataclasses.replace(self._requests[index], seed=seed, sample_index=sample)
-            for index in chosen
-            for sample in range(config.group)
-        ]
+        config = self._config
+        entropy = np.random.SeedSequence((config.policy.seed, step))
+        random = np.random.default_rng(entropy)
+        chosen = random.choice(len(self._requests), config.prompts, replace=False).tolist()
+        seed = int(entropy.generate_state(1, np.uint64)[0])
+        requests = with_samples(
+            [dataclasses.replace(self._requests[index], seed=seed) for index in chosen],
+            config.group,
+        )
         engine = dataclasses.replace(self._engine, weights=self._weights(params, draft_params))
         queue = Queue(engine, requests, Batch(engine, rows=config.rows, together=TOGETHER))
-        order = {int(index): place for place, index in enumerate(chosen)}
-        return sorted(queue, key=lambda text: (order[text.prompt_index], text.sample_index))
+        return sorted(queue, key=lambda text: (chosen.index(text.prompt_index), text.sample_index))
 
     def texts(self, completions: Sequence[Completion], rewards: Sequence[float]) -> Texts:
         """Returns completions as arrays, with the advantages that follow from their rewards, which
@@ -231,13 +244,15 @@ class Rollouts:
                 reward,
                 -np.inf,
             )
-        shape = len(completions), self.length
-        log_probs_BT, emitted_BT = np.zeros(shape, np.float32), np.zeros(shape, bool)
-        stream, starts = [], []
+        log_probs_BT = np.zeros((len(completions), self.length), np.float32)
+        emitted_BT = np.zeros_like(log_probs_BT, bool)
+        stream = []
+        starts = []
         for row, text in enumerate(completions):
             prompt = self._requests[text.prompt_index].prompt
             emitted = slice(len(prompt) - 1, len(prompt) - 1 + len(text.tokens))
-            log_probs_BT[row, emitted], emitted_BT[row, emitted] = text.log_probs, True
+            log_probs_BT[row, emitted] = text.log_probs
+            emitted_BT[row, emitted] = True
             starts.append(len(stream))
             stream += (*prompt, *text.tokens)
         at_BT = np.array(starts)[:, None] + np.arange(self.length + 1)[None]
@@ -249,13 +264,6 @@ class Rollouts:
         )
 
 
-def _weights(target: Any, drafter: Any, slots: int, params: Any, draft_params: Any) -> Weights:
-    return Weights(
-        target=target.fit_slots(target.prepare(params), slots),
-        draft=drafter.fit_slots(drafter.prepare(draft_params), slots),
-    )
-
-
 def advantages(rewards: Sequence[float], group: int) -> np.ndarray:
     """Returns how many standard deviations each reward lies above the mean of its group; 0 where a
     group has one reward.
@@ -263,11 +271,8 @@ def advantages(rewards: Sequence[float], group: int) -> np.ndarray:
     rewards_GN = np.asarray(rewards, np.float32).reshape(-1, group)
     spread_G1 = rewards_GN.std(1, keepdims=True)
     above_GN = rewards_GN - rewards_GN.mean(1, keepdims=True)
-    return (
-        np.where(spread_G1 > SAME, above_GN / np.maximum(spread_G1, SAME), 0.0)
-        .astype(np.float32)
-        .reshape(-1)
-    )
+    differs_G1 = spread_G1 > SAME
+    return np.divide(above_GN, spread_G1, out=np.zeros_like(above_GN), where=differs_G1).ravel()
 
 
 @jax.tree_util.register_dataclass
@@ -310,11 +315,8 @@ def learn(
         raise ValueError(
             "config.draft and draft_task were not given together: a draft that learns needs both"
         )
-    rollouts, folder, console = (
-        Rollouts(pair, prompts, config, **decoding),
-        storage.place(folder),
-        console or Console(),
-    )
+    rollouts = Rollouts(pair, prompts, config, **decoding)
+    folder = storage.place(folder)
     if draft_task is not None:
         _check_draft(pair, rollouts.method.drafter, draft_task)
     recorded = rollouts.describe(draft_task)
@@ -322,21 +324,21 @@ def learn(
     storage.write_json(folder / "run.json", recorded)
     num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
     # On a mesh the compiler splits what an update computes.
-    policy_model = TransformerLM(pair.target.config)
-    tasks = PolicyGradient(policy_model, config.temperature, config.clip, num_tokens), draft_task
-    ids = pair.draft_params.get(DRAFT_IDS) if isinstance(pair.draft_params, Mapping) else None
+    policy_task = PolicyGradient(
+        TransformerLM(pair.target.config), config.temperature, config.clip, num_tokens
+    )
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        state = _restored(_first_state(pair, tasks, config), checkpoints)
+        state = _begin(pair, policy_task, draft_task, config, checkpoints)
         done = int(state.policy.step)
         log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
-        progress = Progress(
-            config.policy.steps, config.policy.batch * config.max_new_tokens, done, console
-        )
+        tokens = config.policy.batch * config.max_new_tokens
+        progress = Progress(config.policy.steps, tokens, done, console or Console())
         for step in range(done, config.policy.steps):
             begin = time.perf_counter()
-            completions = rollouts.sample(
-                step, state.policy.params, _draft_params(pair, state, ids)
-            )
+            draft_params = pair.draft_params
+            if state.draft is not None:  # the ids of a reduced vocabulary stay
+                draft_params = {**draft_params, **state.draft.params}
+            completions = rollouts.sample(step, state.policy.params, draft_params)
             sampled = time.perf_counter()
             rewards = [reward(prompts[text.prompt_index], text) for text in completions]
             texts = rollouts.texts(completions, rewards)
@@ -346,10 +348,20 @@ def learn(
                     "nothing"
                 )
             rewarded = time.perf_counter()
-            state, numbers = _learn_from(texts, state, tasks, config, ids)
+            policy, numbers = train_update(policy_task, config.policy, state.policy, None, texts)
+            draft = state.draft
+            if draft_task is not None:
+                teacher = draft_task.teacher(policy.params, pair.draft_params.get(DRAFT_IDS))
+                draft, of_draft = train_update(
+                    draft_task, config.draft, draft, teacher, texts.tokens_BT
+                )
+                numbers |= {f"draft/{name}": value for name, value in of_draft.items()}
+            state = Learned(policy=policy, draft=draft)
+            numbers = {name: float(value) for name, value in numbers.items()}
             check_finite(step + 1, numbers, checkpoints.latest)
-            numbers |= {"reward": float(np.mean(rewards)), **_counts(completions)}
             numbers |= {
+                "reward": float(np.mean(rewards)),
+                **_counts(completions),
                 "seconds_sampling": sampled - begin,
                 "seconds_learning": time.perf_counter() - rewarded,
             }
@@ -365,15 +377,6 @@ def learn(
     return state
 
 
-def _draft_params(pair: Pair, state: Learned, ids: Any) -> Any:
-    """Returns the draft's parameters of this step, with the ids of a head whose vocabulary is
-    reduced.
-    """
-    if state.draft is None:
-        return pair.draft_params
-    return state.draft.params | ({} if ids is None else {DRAFT_IDS: ids})
-
-
 def _check_draft(pair: Pair, drafter: Drafter, task: Task) -> None:
     """Raises ValueError unless a task trains what a drafter drafts with."""
     if pair.vocabulary is not None:
@@ -385,42 +388,37 @@ def _check_draft(pair: Pair, drafter: Drafter, task: Task) -> None:
         raise ValueError(
             f"draft_task was given, but {type(drafter).__name__} has no draft model: leave it out"
         )
-    check_shapes("the pair's draft", _trained(pair), jax.eval_shape(task.init, jax.random.key(0)))
+    trained = jax.eval_shape(task.init, jax.random.key(0))
+    check_shapes("the pair's draft", without_ids(pair.draft_params), trained)
 
 
-def _trained(pair: Pair) -> Any:
-    """Returns the trained parameters of the draft: all but the ids of a reduced vocabulary."""
-    return {name: leaf for name, leaf in pair.draft_params.items() if name != DRAFT_IDS}
-
-
-def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutConfig) -> Learned:
-    policy = init_state(tasks[0], config.policy, pair.target_params)
-    draft = None if tasks[1] is None else init_state(tasks[1], config.draft, _trained(pair))
-    state, mesh = Learned(policy=policy, draft=draft), pair.shards.mesh
-    if mesh is None:
+def _begin(
+    pair: Pair,
+    policy_task: Task,
+    draft_task: Task | None,
+    config: RolloutConfig,
+    checkpoints: Checkpoints,
+) -> Learned:
+    """Returns the state of the latest checkpoint; without a checkpoint, that of step 0."""
+    state = Learned(
+        policy=init_state(policy_task, config.policy, pair.target_params),
+        draft=draft_task and init_state(draft_task, config.draft, without_ids(pair.draft_params)),
+    )
+    if pair.shards.mesh is not None:
+        # Counters are on all devices; moments lie as their parameters.
+        on_all = NamedSharding(pair.shards.mesh, PartitionSpec())
+        state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, on_all), state)
+    if checkpoints.latest is None:
         return state
-    on_all = NamedSharding(mesh, PartitionSpec())  # of counters; moments lie as their parameters
-    return jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, on_all), state)
-
-
-def _learn_from(
-    texts: Texts, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
-) -> tuple[Learned, dict[str, float]]:
-    """Updates the policy, then the draft if it is trained; returns the measured numbers."""
-    (policy_task, draft_task), draft, of_draft = tasks, state.draft, {}
-    policy, numbers = train_update(policy_task, config.policy, state.policy, None, texts)
-    if draft_task is not None:
-        teacher = draft_task.teacher(policy.params, ids)
-        draft, of_draft = train_update(draft_task, config.draft, draft, teacher, texts.tokens_BT)
-    numbers |= {f"draft/{name}": value for name, value in of_draft.items()}
-    return Learned(policy=policy, draft=draft), {
-        name: float(value) for name, value in numbers.items()
-    }
+    saved = checkpoints.restore(params=state.policy.params, rest=_rest(state))
+    step, opt_state, draft = saved["rest"]
+    policy = TrainState(step=step, params=saved["params"], opt_state=opt_state)
+    return Learned(policy=policy, draft=draft)
 
 
 def _counts(completions: Sequence[Completion]) -> dict[str, float]:
     """Returns tokens, tokens per round, and the acceptance of drafted tokens."""
-    stats = sum((text.stats for text in completions[1:]), completions[0].stats)
+    stats = sum(text.stats for text in completions)
     counts = {"tokens": stats.emitted, "tokens_per_round": stats.emitted_per_round}
     return counts | ({"acceptance": stats.acceptance_rate} if sum(stats.reached) else {})
 
@@ -428,18 +426,3 @@ def _counts(completions: Sequence[Completion]) -> dict[str, float]:
 def _rest(state: Learned) -> tuple[Any, ...]:
     """Returns the state in a checkpoint other than the policy's parameters."""
     return state.policy.step, state.policy.opt_state, state.draft
-
-
-def _restored(state: Learned, checkpoints: Checkpoints) -> Learned:
-    """Returns the state of the latest checkpoint, or ``state`` where there is none."""
-    if checkpoints.latest is None:
-        return state
-    fresh = state.policy.params, _rest(state)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
-    )
-    saved = checkpoints.restore(params=shapes[0], rest=shapes[1])
-    step, opt_state, draft = saved["rest"]
-    return Learned(
-        policy=TrainState(step=step, params=saved["params"], opt_state=opt_state), draft=draft
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import json
@@ -33,10 +34,8 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
         file is damaged.
     """
     if (storage.place(folder) / "run.json").exists():
-        before, now = (
-            {name: value for name, value in one.items() if name not in changeable}
-            for one in (read_config(folder), json.loads(json.dumps(config)))
-        )
+        now = json.loads(json.dumps(config))
+        before = read_config(folder) | {name: now.get(name) for name in changeable}
         if different := storage.differences(before, now):
             raise ValueError(
                 f"{folder} holds a run with another configuration: {'; '.join(different)}. "
@@ -78,7 +77,8 @@ def last_metrics(folder: epath.Path, step: int) -> dict[str, Any]:
     steps took.
     """
     last: dict[str, Any] = {}
-    seconds, before = 0.0, 0
+    seconds = 0.0
+    before = 0
     config = read_config(folder)
     tokens_per_step = config["train"]["batch"] * config["data"]["length"]
     for record in read_metrics(folder / "metrics.jsonl"):
@@ -110,9 +110,8 @@ def without_paths(config: dict) -> dict:
     def shorten(fields, *names):
         return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
 
-    return shorten(config, "target", "init") | {
-        "data": shorten(config["data"], "folder", "tokenizer")
-    }
+    data = shorten(config["data"], "folder", "tokenizer")
+    return shorten(config, "target", "init") | {"data": data}
 
 
 def read_description(path: epath.Path) -> dict:
@@ -145,12 +144,14 @@ class MetricsLog:
     """
 
     def __init__(self, path: str | os.PathLike | None, resumed_at: int = 0):
-        kept = (
-            [record for record in read_metrics(path) if record["step"] <= resumed_at]
-            if path
-            else []
+        self._lines = path and storage.Lines(
+            path,
+            [
+                json.dumps(record) + "\n"
+                for record in read_metrics(path)
+                if record["step"] <= resumed_at
+            ],
         )
-        self._lines = path and storage.Lines(path, [json.dumps(record) + "\n" for record in kept])
 
     def write(self, step: int, **numbers: float) -> None:
         """Appends a record."""
@@ -160,12 +161,11 @@ class MetricsLog:
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
     """Reads the records of a log; a line that was cut while it was being written is left out."""
-    path, records = storage.place(path), []
+    path = storage.place(path)
+    records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return records
 
 
@@ -175,25 +175,28 @@ class Progress:
     """
 
     def __init__(self, steps: int, tokens_per_step: int, start: int, console: Console):
-        self._steps, self._tokens, self._console = steps, tokens_per_step, console
+        self._steps = steps
+        self._tokens = tokens_per_step
+        self._console = console
         self._first = self._last = (start, time.monotonic())
 
     def report(self, step: int, **numbers: float) -> float:
         """Prints the state of a step and returns the tokens per second since the last report."""
-        (first_step, first_time), (last_step, last_time) = self._first, self._last
         now = time.monotonic()
+        pace, mean_pace = (
+            (now - before) / max(step - begin, 1) for begin, before in (self._last, self._first)
+        )
         self._last = (step, now)
-        pace = (now - last_time) / max(step - last_step, 1)
-        mean_pace = (now - first_time) / max(step - first_step, 1)
         left = datetime.timedelta(seconds=round(mean_pace * (self._steps - step)))
         text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-        line = (
-            f"step {step}/{self._steps}  {text}  {self._tokens / pace:,.0f} tokens/s  {left} left"
-        )
+        rate = self._tokens / pace
         self._console.print(
-            line, end="\r" if self._console.is_terminal else "\n", highlight=False, soft_wrap=True
+            f"step {step}/{self._steps}  {text}  {rate:,.0f} tokens/s  {left} left",
+            end="\r" if self._console.is_terminal else "\n",
+            highlight=False,
+            soft_wrap=True,
         )
-        return self._tokens / pace
+        return rate
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""

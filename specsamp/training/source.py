@@ -133,18 +133,15 @@ class Source:
           digest: of the run's files.
         """
         # None: a converted public checkpoint.
-        theirs = self.provenance.get("config", {}).get("data")
-        if (
-            theirs is None
-            or theirs["held_out"] == held_out
-            or self.made_from("corpus")["sha256"] != digest
-        ):
+        data = self.provenance.get("config", {}).get("data")
+        if data is None or data["held_out"] == held_out:
             return
-        raise ValueError(
-            f"data.held_out {held_out} is not the {theirs['held_out']} of {self.folder}, on the "
-            "same files: held-out text of one model was read by the other. Give "
-            f"--config.data.held_out={theirs['held_out']}"
-        )
+        if self.made_from("corpus")["sha256"] == digest:
+            raise ValueError(
+                f"data.held_out {held_out} is not the {data['held_out']} of {self.folder}, on the "
+                "same files: held-out text of one model was read by the other. Give "
+                f"--config.data.held_out={data['held_out']}"
+            )
 
     def writer(self, dtype: str) -> Pair:
         """Returns the model as a pair that writes text; a public model is split over its mesh and
@@ -192,12 +189,11 @@ def open_target(name: str | os.PathLike) -> Source:
         return open_trained(name)
     pair = load_pair(folder)
     provenance = storage.read_json(folder / "pair.json").get("provenance", {}).get("target", {})
-    folder, config, step = storage.place(folder), pair.target.config, provenance.get("step", 0)
     return Source(
-        folder=folder,
-        config=config,
+        folder=storage.place(folder),
+        config=pair.target.config,
         read=lambda: pair.target_params,
-        step=step,
+        step=provenance.get("step", 0),
         provenance=provenance,
     )
 
@@ -214,38 +210,38 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
       ValueError: another kind of run; or the configuration is damaged, or the checkpoint is, or
         does not fit it.
     """
-    folder, fields = storage.place(folder), read_config(folder)
+    folder = storage.place(folder)
+    fields = read_config(folder)
+    kind, other = ("head", "model") if is_head else ("model", "head")
     if ("head" in fields) != is_head:
-        raise ValueError(
-            f"{folder} is the run of a "
-            f"{'model, not of a head' if is_head else 'head, not of a model'}"
-        )
+        raise ValueError(f"{folder} is the run of a {other}, not of a {kind}")
     files = {name: folder / f"{name}.json" for name in ("corpus", "target")}
     provenance = {name: read_description(path) for name, path in files.items() if path.exists()}
     try:
         if is_head:
-            layer = TransformerConfig(**{**fields["model"], "dtype": fields["compute_dtype"]})
+            layer = TransformerConfig(**fields["model"] | {"dtype": fields["compute_dtype"]})
             target = read_description(folder / "target.json")
             sizes = {name: target[name] for name in ("target_layers", "target_width")}
             model = make_head(layer, fields["head"], **sizes)
         else:
             model = TransformerLM(TransformerConfig(**fields["model"]))
     except (KeyError, TypeError, ValueError) as error:
-        told = (
-            f"{folder / 'run.json'} describes no {'head' if is_head else 'model'} "
-            f"({type(error).__name__}: {error})"
-        )
-        raise ValueError(f"{told}: {FIX}") from error
+        raise ValueError(
+            f"{folder / 'run.json'} describes no {kind} ({type(error).__name__}: {error}): {FIX}"
+        ) from error
     shapes = dict(jax.eval_shape(model.init, jax.random.key(0)))
     ids = shapes.pop(DRAFT_IDS, None)
     params, step = _restore(folder, shapes)
     if ids is not None:
         ids_U = read_array(folder / IDS)
         check_draft_ids(f"{folder / IDS}: ids", ids_U, model.vocab_size)
-        params = params | {DRAFT_IDS: jax.numpy.asarray(ids_U)}
-    provenance |= {"config": fields}
+        params[DRAFT_IDS] = jax.numpy.asarray(ids_U)
     return Source(
-        folder=folder, config=model.config, read=lambda: params, step=step, provenance=provenance
+        folder=folder,
+        config=model.config,
+        read=lambda: params,
+        step=step,
+        provenance=provenance | {"config": fields},
     )
 
 
@@ -253,18 +249,20 @@ def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Sou
     """Reads the head of a run, or an exported or published head; raises as `open_trained` and
     `open_head`.
     """
-    if (storage.place(folder) / "run.json").exists():
+    folder = storage.place(folder)
+    if (folder / "run.json").exists():
         return open_trained(folder, is_head=True)
     checkpoint = open_head(folder, target, dtype="float32")
-    params, training = (
-        read_head(checkpoint, checkpoint.config.head()),
-        storage.place(folder) / "training.json",
-    )
+    params = read_head(checkpoint, checkpoint.config.head())
+    training = folder / "training.json"
     # Of a head that was exported here.
-    told = storage.read_json(training) if training.exists() else {}
-    step, config = told.get("step", 0), checkpoint.config
+    provenance = storage.read_json(training) if training.exists() else {}
     return Source(
-        folder=training.parent, config=config, read=lambda: params, step=step, provenance=told
+        folder=folder,
+        config=checkpoint.config,
+        read=lambda: params,
+        step=provenance.get("step", 0),
+        provenance=provenance,
     )
 
 
@@ -297,7 +295,7 @@ def open_public_target(
         public=checkpoint,
         mesh=mesh,
     )
-    source.tokenizer
+    source.tokenizer  # refuses a checkpoint without one
     check_readable(checkpoint, model)
     return source
 
@@ -317,16 +315,17 @@ def make_head(
       ValueError: an unknown kind, or fields that do not fit.
     """
     fields = dict(fields)
-    kind = fields.pop("kind")
-    validate.choice("head", kind, HEADS)
+    kind = HEADS[validate.choice("head", fields.pop("kind"), HEADS)]
     size = fields.pop("draft_vocab_size", 0) or None
     if not fields.get("hidden_layers"):
-        fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)
-    layer = dataclasses.replace(layer, tied=False)  # embedding and output are fields of the head
-    shape = dict(
-        layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size
-    )
-    return HEADS[kind](**shape, **fields).head()
+        fields["hidden_layers"] = kind.usual_layers(target_layers)
+    return kind(
+        layer=dataclasses.replace(layer, tied=False),  # embedding and output are fields of the head
+        target_layers=target_layers,
+        target_width=target_width,
+        draft_vocab_size=size,
+        **fields,
+    ).head()
 
 
 def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
@@ -336,16 +335,13 @@ def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[s
     Raises:
       ValueError: a field is None that a head does not take from its target.
     """
-    open_fields = [name for name, value in fields.items() if value is None]
-    if beyond := set(open_fields) - set(OF_ITS_LAYERS):
+    open_fields = {name for name, value in fields.items() if value is None}
+    if beyond := open_fields.difference(OF_ITS_LAYERS):
         raise ValueError(
             f"model.{min(beyond)} is None, but is not taken from the target: give a value"
         )
-    taken = {name: getattr(target, name) for name in open_fields}
-    scaling = taken.get("rotary_scaling")
-    return {**fields, **taken} | (
-        {} if scaling is None else {"rotary_scaling": dataclasses.asdict(scaling)}
-    )
+    of_target = dataclasses.asdict(target)
+    return {**fields, **{name: of_target[name] for name in open_fields}}
 
 
 def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
@@ -354,16 +350,20 @@ def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
     """
     # On one device, however many there were where it was saved. (Of many processes, each gets a
     # whole copy.)
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if jax.process_count() > 1:
-        sharding = NamedSharding(make_mesh(jax.device_count(), 1), PartitionSpec())
+    many = jax.process_count() > 1
+    sharding = (
+        NamedSharding(make_mesh(jax.device_count(), 1), PartitionSpec())
+        if many
+        else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    )
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
     if not (folder / "checkpoints").exists():  # opening it would make it
         raise FileNotFoundError(f"no checkpoint in {folder}: its training has not saved one yet")
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        params, step = checkpoints.restore(params=shapes)["params"], checkpoints.latest
-    if jax.process_count() > 1:
+        params = checkpoints.restore(params=shapes)["params"]
+        step = checkpoints.latest
+    if many:
         params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), params)
     return params, step

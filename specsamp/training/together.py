@@ -71,16 +71,13 @@ class TrainTogether(Task):
 
         # In float32: `teacher` of a head would round gradients.
         teacher = jax.tree.map(pulled, params[TARGET])
-        teacher = (
-            {TARGET: teacher, DRAFT_IDS: None} if isinstance(self.drafting, TrainHead) else teacher
-        )
+        if isinstance(self.drafting, TrainHead):
+            teacher = {"target": teacher, DRAFT_IDS: None}
         of_draft, told = self.drafting.loss(params[DRAFT], teacher, tokens_BT, key, step)
         of_target, _ = TrainModel(self.drafting.target).loss(params[TARGET], None, tokens_BT, key)
-        told = {f"draft/{name}": value for name, value in told.items()}
-        return of_target + self.weight * of_draft, {
-            "target_loss": of_target,
-            "draft/loss": of_draft,
-        } | told
+        losses = {"target_loss": of_target, "draft/loss": of_draft}
+        told = losses | {f"draft/{name}": value for name, value in told.items()}
+        return of_target + self.weight * of_draft, told
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         """Returns the target's loss as "loss", and the numbers of the draft's task."""
@@ -88,7 +85,5 @@ class TrainTogether(Task):
             params[DRAFT], self.drafting.teacher(params[TARGET]), tokens_BT, warp
         )
         alone = TrainModel(self.drafting.target).measure(params[TARGET], None, tokens_BT, warp)
-        named = {"loss_of_draft": told.pop("loss")} | {
-            f"draft/{name}": value for name, value in told.items()
-        }
-        return named | alone
+        named = {"loss_of_draft": told.pop("loss")}
+        return named | {f"draft/{name}": value for name, value in told.items()} | alone

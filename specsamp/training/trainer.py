@@ -183,16 +183,17 @@ def train_step(
             state.params, teacher_params, tokens_BT, key, state.step
         )
 
+    microbatches = tokens_ABT, keys_A
+    first = jax.tree.map(lambda x: x[0], microbatches)
     if num_microbatches == 1:
-        (loss, metrics), grads = gradients(jax.tree.map(lambda x: x[0], tokens_ABT), keys_A[0])
+        (loss, metrics), grads = gradients(*first)
     else:
-        first = jax.eval_shape(gradients, jax.tree.map(lambda x: x[0], tokens_ABT), keys_A[0])
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients, *first))
 
         def add(total, microbatch):
-            return (jax.tree.map(jnp.add, total, gradients(*microbatch)), None)
+            return jax.tree.map(jnp.add, total, gradients(*microbatch)), None
 
-        total, _ = jax.lax.scan(add, zeros, (tokens_ABT, keys_A))
+        total, _ = jax.lax.scan(add, zeros, microbatches)
         (loss, metrics), grads = jax.tree.map(lambda x: x / num_microbatches, total)
     updates, opt_state = config.optimizer().update(grads, state.opt_state, state.params)
     new_state = TrainState(
@@ -237,57 +238,50 @@ def train(
         divide over ``model``, or a checkpoint or ``params`` do not fit.
       FloatingPointError: the loss or its gradient is no longer finite; that state is not saved.
     """
-    folder, console = storage.place(folder), console or Console()
+    folder = storage.place(folder)
     check_rows(config, held_out, mesh)
     shardings = state_shardings(task, config, mesh)
-    replicated, rows_ABT = (
-        NamedSharding(mesh, PartitionSpec()),
-        NamedSharding(mesh, PartitionSpec(None, DATA)),
-    )
 
     # Closing finishes a checkpoint that is being written.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        layout = Layout.tensor_parallel(mesh)
-        teacher_params = put(teacher_params, layout.shardings(task.teacher_axes(), teacher_params))
+        teacher_params = Layout.tensor_parallel(mesh).put(task.teacher_axes(), teacher_params)
         state = initial_state(task, config, checkpoints, shardings, params, teacher_params)
         step_function = jax.jit(
             train_step,
             static_argnums=(0, 1),
             donate_argnums=2,
-            out_shardings=(shardings, replicated),
+            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
         )
         done = int(state.step)
         log = MetricsLog(
             folder / "metrics.jsonl" if jax.process_index() == 0 else None, resumed_at=done
         )
-        progress = Progress(config.steps, config.batch * (held_out.shape[1] - 1), done, console)
+        tokens = config.batch * (held_out.shape[1] - 1)
+        progress = Progress(config.steps, tokens, done, console or Console())
         if done:
-            progress.note(
-                f"resumed at step {done}"
-                + (", the last: nothing is left" if done == config.steps else "")
-            )
+            end = ", the last: nothing is left" if done == config.steps else ""
+            progress.note(f"resumed at step {done}{end}")
         for step in range(done, config.steps):
             rows = data.batch(step, config.batch).reshape(config.microbatches, config.rows, -1)
-            state, numbers = step_function(task, config, state, teacher_params, put(rows, rows_ABT))
-            now, due = step + 1, intervals.due(step + 1, config.steps)
+            rows_ABT = put(rows, NamedSharding(mesh, PartitionSpec(None, DATA)))
+            state, numbers = step_function(task, config, state, teacher_params, rows_ABT)
+            now = step + 1
+            due = intervals.due(now, config.steps)
             if "log" in due or "checkpoint" in due:
                 numbers = {name: float(value) for name, value in numbers.items()}
                 check_finite(now, numbers, checkpoints.latest)
             if "log" in due:
-                rate = float(config.learning_rates()(step))
                 log.write(
                     now,
                     **numbers,
-                    learning_rate=rate,
+                    learning_rate=float(config.learning_rates()(step)),
                     tokens_per_second=progress.report(now, **numbers),
                 )
             if "evaluate" in due:
                 measured = evaluate(task, state.params, teacher_params, held_out, config.rows, mesh)
                 log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
-                progress.note(
-                    "held out: "
-                    + "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
-                )
+                shown = "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
+                progress.note(f"held out: {shown}")
             if "checkpoint" in due:
                 checkpoints.save(now, params=state.params, rest=(state.step, state.opt_state))
     return state
@@ -328,16 +322,16 @@ def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> Non
     good checkpoint.
     """
     if not np.isfinite(list(numbers.values())).all():
+        found = ", ".join(f"{name} is {value:g}" for name, value in numbers.items())
+        kept = (
+            "nothing was saved yet"
+            if saved is None
+            else f"the checkpoint of step {saved} is as it was"
+        )
         raise FloatingPointError(
-            f"training diverged: at step {step} "
-            + ", ".join(f"{name} is {value:g}" for name, value in numbers.items())
-            + (
-                "; nothing was saved yet"
-                if saved is None
-                else f"; the checkpoint of step {saved} is as it was"
-            )
-            + ". Begin again in another --workdir with a lower train.learning_rate, a longer "
-            "train.warmup_steps, or compute_dtype float32"
+            f"training diverged: at step {step} {found}; {kept}. Begin again in another --workdir "
+            "with a lower train.learning_rate, a longer train.warmup_steps, or compute_dtype "
+            "float32"
         )
 
 

@@ -14,7 +14,7 @@ import jax
 from specsamp import validate
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp, log_probs
-from specsamp.training.objective import DIVERGENCES, cross_entropy, greedy_agreement, overlap
+from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap, text_loss
 
 Array = jax.Array
 
@@ -102,35 +102,22 @@ class TrainModel(Task):
         return None if self.target is None else self.target.param_axes()
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        text, draft_BTV = _text_loss(self.model, params, tokens_BT)
+        logits_BTV = self.model.forward(params, tokens_BT[:, :-1]).logits_BTV
+        text = text_loss(logits_BTV, tokens_BT[:, 1:])
         if self.target is None or self.objective == "cross_entropy":
             return text, {}
-        target_BTV = _log_probs(self.target, teacher_params, tokens_BT)
-        return DIVERGENCES[self.objective](target_BTV, draft_BTV).mean(), {"text_loss": text}
+        target_BTV = self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV
+        both = jax.nn.log_softmax(target_BTV), jax.nn.log_softmax(logits_BTV)
+        return DIVERGENCES[self.objective](*both).mean(), {"text_loss": text}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
-        text, _ = _text_loss(self.model, params, tokens_BT)
+        logits_BTV = self.model.forward(params, tokens_BT[:, :-1]).logits_BTV
+        measured = {"loss": text_loss(logits_BTV, tokens_BT[:, 1:])}
         if self.target is None:
-            return {"loss": text}
-        target_BTV = log_probs(
-            warp, self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV
-        )
-        draft_BTV = log_probs(warp, self.model.forward(params, tokens_BT[:, :-1]).logits_BTV)
-        return {
-            "loss": text,
-            "acceptance": overlap(target_BTV, draft_BTV).mean(),
-            "greedy_agreement": greedy_agreement(target_BTV, draft_BTV).mean(),
+            return measured
+        target_BTV = self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV
+        both = log_probs(warp, target_BTV), log_probs(warp, logits_BTV)
+        return measured | {
+            "acceptance": overlap(*both).mean(),
+            "greedy_agreement": greedy_agreement(*both).mean(),
         }
-
-
-def _text_loss(model: TransformerLM, params: Any, tokens_BT: Array) -> tuple[Array, Array]:
-    """Returns the mean cross-entropy in nats, and the log-probabilities ``[B, T, V]`` it was
-    computed from.
-    """
-    log_probs_BTV = _log_probs(model, params, tokens_BT)
-    return cross_entropy(log_probs_BTV, tokens_BT[:, 1:]).mean(), log_probs_BTV
-
-
-def _log_probs(model: TransformerLM, params: Any, tokens_BT: Array) -> Array:
-    """Predicts each token after the first from its predecessors, ``[B, T, V]``."""
-    return jax.nn.log_softmax(model.forward(params, tokens_BT[:, :-1]).logits_BTV)

@@ -76,7 +76,7 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
         and anchors.max() + SIZE <= LENGTH
         and len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
     )
-    rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
+    rows, stream, _ = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
     logits = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
     reader = FirstTokenReader(TARGET, head, corrected=False)
     pair_weights = Weights(target=TARGET.prepare(target_params), draft=weights)
@@ -102,7 +102,7 @@ def by_hand(task, params, target_params):
     """Returns the loss of a task with evenly spread anchors, from distributions in NumPy."""
     head, anchors = task.head, task._choose_anchors(TOKENS, None)
     weights = head.training_weights(params, None)
-    rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
+    rows, stream, _ = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
     q = np.asarray(
         jax.nn.softmax(TARGET.read_out(target_params, stream.reshape(2, -1, 16)))
     ).reshape(-1, SIZE, V)
