@@ -115,13 +115,8 @@ class Profile:
             tokens before it.
         """
         counts = np.asarray(rounds_by_accepted)
-        are_counts = (
-            counts.ndim == 1
-            and len(counts) > 1
-            and counts.dtype.kind in "iu"
-            and (counts >= 0).all()
-        )
-        if not are_counts or not counts.sum():
+        is_histogram = counts.ndim == 1 and len(counts) > 1 and counts.dtype.kind in "iu"
+        if not is_histogram or counts.min() < 0 or not counts.any():
             raise ValueError(
                 "a histogram is rounds by accepted tokens, 0 .. K, K >= 1; got "
                 f"{rounds_by_accepted!r}"
@@ -157,15 +152,13 @@ class Profile:
             raise ValueError(
                 f"{len(stats)} texts without rounds: no acceptance can be taken from them"
             )
-        accepted, reached = (
-            [getattr(text, name) for text in texts] for name in ("accepted_counts", "reached")
-        )
-        whole = cls.of_histogram(np.sum(accepted, axis=0), np.sum(reached, axis=0))
-        emitted_N, rounds_N = np.array(
-            [(text.accepted + text.rounds, text.rounds) for text in texts]
-        ).T
-        if (count := len(texts)) == 1:
+        total = sum(texts)
+        whole = cls.of_histogram(total.accepted_counts, total.reached)
+        count = len(texts)
+        if count == 1:
             return whole
+        rounds_N = np.array([text.rounds for text in texts])
+        emitted_N = rounds_N + [text.accepted for text in texts]
         differs_N = emitted_N - rounds_N * (emitted_N.sum() / rounds_N.sum())
         error = math.sqrt(count / (count - 1) * (differs_N**2).sum()) / emitted_N.sum()
         return dataclasses.replace(whole, error=error)
@@ -173,9 +166,7 @@ class Profile:
     def survival(self, draft_length: int) -> np.ndarray:
         """Returns ``P(n >= i)``, i = 1 .. K, float64."""
         known = self.by_position[:draft_length]
-        return np.cumprod(
-            np.array([*known, *[self.beyond] * (draft_length - len(known))], np.float64)
-        )
+        return np.cumprod([*known, *[self.beyond] * (draft_length - len(known))])
 
     def tokens_per_round(self, draft_length: int) -> Interval:
         """Returns ``1 + sum_i P(n >= i)``, for rounds that no budget and no stop cuts short."""

@@ -17,7 +17,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.calls import call_runs
+from specsamp.analysis.report import Say, silent
 from specsamp.analysis.workload import (
     Quartiles,
     TimedDecoder,
@@ -59,10 +60,10 @@ class RoundSplit:
     @classmethod
     def of(cls, **ms: Sequence[float]) -> RoundSplit:
         """Summarises milliseconds of the three calls by turn."""
-        draft, score, step = (np.array(ms[name]) for name in ("draft", "score", "step"))
+        least_round = np.add(ms["draft"], ms["score"]) / ms["step"]
         return cls(
             **{name: Quartiles.of(x) for name, x in ms.items()},
-            least_round=Quartiles.of((draft + score) / step),
+            least_round=Quartiles.of(least_round),
         )
 
 
@@ -83,7 +84,7 @@ class Side:
         return cls(
             draft_length=decoder.method.drafter.K,
             ms_per_token=Quartiles.of(ms / tokens),
-            ms_per_round=Quartiles.of(ms / np.array([timing.rounds for timing in timings])),
+            ms_per_round=Quartiles.of(ms / [timing.rounds for timing in timings]),
             prefill_ms=Quartiles.of([timing.prefill_seconds * 1e3 for timing in timings]),
             warm_up_seconds=warm_up_seconds,
         )
@@ -125,7 +126,7 @@ def benchmark(
     pair: Pair,
     method: Method,
     workload: Workload,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> Result:
     """Measures a method against plain decoding of the same target; ValueError if the workload does
     not fit the models.
@@ -166,9 +167,7 @@ def benchmark(
     )
 
 
-def _split(
-    sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]
-) -> RoundSplit | None:
+def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Say) -> RoundSplit | None:
     """Times the calls of a round; None if the length adapts, or if they do not fit into memory
     with the decoders.
     """

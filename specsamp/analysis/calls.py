@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,9 +63,8 @@ def time_calls(
     once = sum(min(times) for times in take_turns(runs, 3).values())
     times = take_turns(runs, max(math.ceil(seconds * 1e3 / once), 3))
     ms = {key: float(np.median(of_key)) for key, of_key in times.items()}
-    target_ms = dict(
-        zip(TIMED_POSITIONS, np.maximum.accumulate([ms[T] for T in TIMED_POSITIONS]).tolist())
-    )
+    rising = itertools.accumulate((ms[T] for T in TIMED_POSITIONS), max)
+    target_ms = dict(zip(TIMED_POSITIONS, rising))
     return {
         name: PerCall(target_ms=target_ms, draft_ms=ms[name] / TIMED_LENGTH) for name in methods
     }
@@ -82,13 +82,13 @@ def call_runs(
     Returns:
       A function for each name and each number: it runs the call once, and returns its milliseconds.
     """
-    held, calls = {}, {}
+    held = {}
+    calls = {}
     for name, decoder in sides.items():
-        engine, middle = decoder.engine, decoder.workload.longest // 2
+        engine = decoder.engine
         state = engine.blank(decoder.workload.batch)
-        held[name] = dataclasses.replace(
-            state, request=None, lengths_B=jnp.full_like(state.lengths_B, middle)
-        )
+        middle_B = jnp.full_like(state.lengths_B, decoder.workload.longest // 2)
+        held[name] = dataclasses.replace(state, request=None, lengths_B=middle_B)
         given = engine.weights, engine.arrays(decoder.requests(0))
         calls[name] = name, functools.partial(_draft, engine.loop), given
         for T in positions if len(held) == 1 else ():

@@ -38,8 +38,8 @@ class Costs:
     is_range: bool = False  # no value between the bounds is likelier than another
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        """Returns the milliseconds of one round of all rows."""
-        raise NotImplementedError
+        """Returns the milliseconds of one round of all rows: a chain is a tree of one branch."""
+        return self.tree_ms(draft_length, draft_length + 1, batch, context)
 
     def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
         """Returns the milliseconds of a round of a token tree; raises ValueError if these costs
@@ -84,16 +84,13 @@ class CostTable(Costs):
                 f"context {context} is not the measured {self.context}: measure it, or take a "
                 "roofline"
             )
-        below, above = (
-            [size for size in self.ms if size <= batch],
-            [size for size in self.ms if size >= batch],
-        )
-        if not below or not above:
-            listed = ", ".join(map(str, sorted(self.ms)))
+        sizes = sorted(self.ms)
+        if not sizes[0] <= batch <= sizes[-1]:
             raise ValueError(
-                f"batch {batch} lies beyond the measured {listed}: measure it, or take a roofline"
+                f"batch {batch} lies beyond the measured {', '.join(map(str, sizes))}: measure it, "
+                "or take a roofline"
             )
-        ends = max(below), min(above)
+        ends = max(n for n in sizes if n <= batch), min(n for n in sizes if n >= batch)
         return float(np.interp(batch, ends, [_line(self.ms[end], draft_length) for end in ends]))
 
 
@@ -112,9 +109,8 @@ class PerCall(Costs):
     draft_ms: float
 
     def __post_init__(self):
-        for ms in (
-            self.target_ms.values() if isinstance(self.target_ms, Mapping) else (self.target_ms,)
-        ):
+        is_table = isinstance(self.target_ms, Mapping)
+        for ms in self.target_ms.values() if is_table else (self.target_ms,):
             validate.number("target_ms", ms, 0, above=True)
         validate.number("draft_ms", self.draft_ms, 0)
 
@@ -123,18 +119,17 @@ class PerCall(Costs):
         """Reads timed costs from a file."""
         return cls({int(T): ms for T, ms in fields["target_ms"].items()}, fields["draft_ms"])
 
-    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        """Returns the milliseconds of a round; raises ValueError beyond the timed positions."""
-        return self.tree_ms(draft_length, draft_length + 1)
-
     def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
+        """Returns the milliseconds of a round; raises ValueError beyond the timed positions."""
         scored_ms = self.target_ms
         if isinstance(scored_ms, Mapping):
-            if rows > (most := max(scored_ms)):
+            known = sorted(scored_ms)
+            if rows > known[-1]:
                 raise ValueError(
-                    f"draft_length {rows - 1} lies beyond {most - 1}, the longest that was timed"
+                    f"draft_length {rows - 1} lies beyond {known[-1] - 1}, the longest that was "
+                    "timed"
                 )
-            scored_ms = float(np.interp(rows, [*scored_ms], [*scored_ms.values()]))
+            scored_ms = float(np.interp(rows, known, [scored_ms[n] for n in known]))
         return scored_ms + depth * self.draft_ms
 
 
@@ -146,10 +141,10 @@ def _line(ms: Mapping[int, float], where: int) -> float:
     shorter.
     """
     known = sorted(ms)
-    if where < known[0] or (where > known[-1] and len(known) == 1):
-        raise ValueError(f"no cost at draft_length {where}: known are {', '.join(map(str, known))}")
-    if where <= known[-1]:
-        return float(np.interp(where, known, [ms[n] for n in known]))
     far = known[-1]
+    if where < known[0] or (where > far and len(known) == 1):
+        raise ValueError(f"no cost at draft_length {where}: known are {', '.join(map(str, known))}")
+    if where <= far:
+        return float(np.interp(where, known, [ms[n] for n in known]))
     near = max(n for n in known if n <= max(far / 2, known[0]))
     return ms[far] + (where - far) * max((ms[far] - ms[near]) / (far - near), 0.0)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from specsamp import validate
-from specsamp.analysis.workload import Timing, Workload, decode_in_turns, decoders
+from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method, make_method
@@ -91,17 +91,22 @@ def calibrate(
         methods[K] = make_method(pair, draft_length=K, drafter=drafter, **how)
         check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)
     sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
-    timings = decode_in_turns(sides, workload.repeats)
-    found = adapted_to({K: timings[K] for K in lengths}, stop)
+    runs = {K: side.decode for K, side in sides.items()}
+    take_turns(runs, 1)  # compiles
+    found = adapted_to(take_turns(runs, workload.repeats), stop)
     return gather_objects(found)[0]  # all processes choose the same
 
 
 def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None) -> Adaptive:
     """Returns the result of `calibrate` from measurements of each length."""
+    # A fifth of a second, which kept costs do not need.
+    from scipy.optimize import isotonic_regression
+
     lengths = tuple(timings)
-    costs_ms = _rising(
-        [np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths]
-    )
+    medians_ms = [
+        np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths
+    ]
+    costs_ms = tuple(isotonic_regression(medians_ms).x.tolist())
     # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median
     # shows, clocks less.
     total_ms = [cost * sum(one.rounds for one in timings[K]) for K, cost in zip(lengths, costs_ms)]
@@ -114,10 +119,3 @@ def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None
         # Nothing was ever drafted.
         acceptance=round(longest.acceptance_rate, 3) if sum(longest.reached) else 0.0,
     )
-
-
-def _rising(ms: Sequence[float]) -> tuple[float, ...]:
-    # A fifth of a second, which kept costs do not need.
-    from scipy.optimize import isotonic_regression
-
-    return tuple(isotonic_regression(ms).x.tolist())

@@ -124,9 +124,8 @@ class Results:
         """
         for cell in Results.open(os.fspath(path), self.document["identity"]).cells:
             if self.find(cell["key"]) is None:
-                self.add(
-                    cell, {name: cell[name] for name in ("command", "environment") if name in cell}
-                )
+                header = {name: cell[name] for name in ("command", "environment") if name in cell}
+                self.add(cell, header)
 
     def add(self, cell: Measured, header: Json) -> None:
         """Adds a cell, or replaces the one with its key, and writes all of them; ``header`` goes
@@ -140,18 +139,14 @@ class Results:
           ValueError: the file has come to hold cells of another identity, or something else; it is
             left alone.
         """
-        identity, writes = (
-            self.document["identity"],
-            self.path is not None and jax.process_index() == 0,
-        )
+        identity = self.document["identity"]
+        writes = self.path is not None and jax.process_index() == 0
         with storage.locked(self.path) if writes else contextlib.nullcontext():
             there = Results.open(self.path, identity).cells if writes else []
             every = [*self.cells, *there, report.as_json(cell)]
             cells = {json.dumps(each["key"], sort_keys=True): each for each in every}
-            self.document = report.as_json(header) | {
-                "identity": identity,
-                "cells": [*cells.values()],
-            }
+            self.document = report.as_json(header)
+            self.document |= {"identity": identity, "cells": [*cells.values()]}
             if writes:
                 storage.write(self.path, report.json_text(self.document))
 
@@ -190,12 +185,12 @@ def origin(path: str | os.PathLike, document: Json) -> str:
 
 def measure_cells(
     cells: Sequence[Measured],
-    measure: Callable[[int, Callable[[str], None]], Any],
+    measure: Callable[[int, report.Say], Any],
     results: Results,
     *,
     again: bool = False,
     header: Callable[[], Json] = dict,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: report.Say = report.silent,
 ) -> dict[int, Any]:
     """Measures the cells that ``results`` does not hold yet; returns the results of this run by
     number of the cell.
@@ -215,14 +210,12 @@ def measure_cells(
         lambda: [i for i, cell in enumerate(cells) if again or results.find(cell["key"]) is None]
     )
     for count, number in enumerate(missing, 1):
-        key = cells[number]["key"]
         where = f"cell {number + 1} of {len(cells)}"
         progress(where)
         start = time.perf_counter()
         try:
-            outcome = {
-                "result": measure(number, lambda text, where=where: progress(f"{where}: {text}"))
-            }
+            now[number] = measure(number, lambda text, where=where: progress(f"{where}: {text}"))
+            outcome = {"result": now[number]}
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
                 raise
@@ -230,9 +223,7 @@ def measure_cells(
         gc.collect()  # its memory is free for the next
         if count % KEPT_PROGRAMS == 0:
             jax.clear_caches()
-        if "result" in outcome:
-            now[number] = outcome["result"]
-        elif results.find(key) is not None:
+        if number not in now and results.find(cells[number]["key"]) is not None:
             continue  # the old result is worth more
         seconds = round(time.perf_counter() - start, 1)
         results.add({**cells[number], "seconds": seconds, **header(), **outcome}, header())
@@ -259,21 +250,18 @@ def setting(key: Key) -> str:
     drafter = {"model": "draft model", "ngram": "prompt lookup"}.get(
         key["drafter"], f"{key['drafter']} drafter"
     )
-    draft = (
-        [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
-    )
-    drafts = ["plain"] if key["drafter"] == "none" else [*draft, drafter, f"{key['rule']} rule"]
-    return ", ".join([distribution_of(key), *drafts])
+    words = [distribution_of(key)]
+    if key["drafter"] == "none":
+        return ", ".join([*words, "plain"])
+    if key.get("draft_temperature") is not None:
+        words.append(f"draft T = {key['draft_temperature']:g}")
+    return ", ".join([*words, drafter, f"{key['rule']} rule"])
 
 
 def describe(key: Key) -> str:
     """Describes a cell in words."""
-    length = (
-        f"K = {key['draft_length']}"
-        if key.get("adaptive") is None
-        else f"K adaptive, up to {key['draft_length']}"
-    )
-    return f"{setting(key)}, {length}, batch {key['batch']}"
+    length = "K =" if key.get("adaptive") is None else "K adaptive, up to"
+    return f"{setting(key)}, {length} {key['draft_length']}, batch {key['batch']}"
 
 
 def counts_of(cell: Measured) -> RowStats:
@@ -290,16 +278,11 @@ def chosen(cells: Sequence[Measured], **key: Any) -> list[Measured]:
     rule.
     """
 
-    def fits(cell: Measured, name: str, value: Any) -> bool:
-        return cell["key"].get(name) == value or (
-            cell["key"]["drafter"] == "none" and name in ("rule", "drafter")
-        )
+    def fits(cell: Measured) -> bool:
+        free = ("rule", "drafter") if cell["key"]["drafter"] == "none" else ()
+        return all(cell["key"].get(name) == key[name] for name in key.keys() - free)
 
-    return [
-        cell
-        for cell in cells
-        if "result" in cell and all(fits(cell, *item) for item in key.items())
-    ]
+    return [cell for cell in cells if "result" in cell and fits(cell)]
 
 
 def measured_costs(cells: Sequence[Measured]) -> CostTable:
@@ -320,7 +303,8 @@ def measured_costs(cells: Sequence[Measured]) -> CostTable:
         step_ms = float(np.median([side["autoregressive"].median for side in sides]))
         rounds: dict[int, list[float]] = {0: [step_ms]}
         for cell, side in zip(here, sides, strict=True):
-            K, drafted = cell["key"]["draft_length"], side["speculative"]
+            K = cell["key"]["draft_length"]
+            drafted = side["speculative"]
             if K == 0:
                 continue
             rounds.setdefault(K, []).append(
@@ -338,7 +322,8 @@ def measured_acceptance(cells: Sequence[Measured]) -> dict[int, Profile]:
     """
     most: dict[int, RowStats] = {}
     for cell in cells:
-        K, counts = cell["key"]["draft_length"], counts_of(cell)
+        K = cell["key"]["draft_length"]
+        counts = counts_of(cell)
         if K and (K not in most or counts.rounds > most[K].rounds):
             most[K] = counts
     if not most:

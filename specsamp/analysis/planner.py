@@ -55,9 +55,7 @@ class Plan:
     forecasts: tuple[Forecast, ...]
 
     def __getitem__(self, draft_length: int) -> Forecast:
-        return next(
-            forecast for forecast in self.forecasts if forecast.draft_length == draft_length
-        )
+        return next(one for one in self.forecasts if one.draft_length == draft_length)
 
     @property
     def best(self) -> Forecast:
@@ -97,14 +95,16 @@ def make_plan(
     for K in lengths:
         profile = profile_at(acceptance, K)
         rounds = rounds_per_token(profile, K, batch, new_tokens)
-        tokens, round_ms = profile.tokens_per_round(K), costs.round_ms(K, batch, context)
+        tokens = profile.tokens_per_round(K)
+        round_ms = costs.round_ms(K, batch, context)
 
         def gain(case: Costs) -> float:
             return case.round_ms(0, batch, context) / (case.round_ms(K, batch, context) * rounds)
 
         ms = [case.round_ms(K, batch, context) * rounds / batch for case in costs.bounds]
         gains = [gain(case) for case in costs.scenarios] + ([] if costs.is_range else [gain(costs)])
-        error, both_clocks = tokens.relative_error, costs.error * math.sqrt(2) if K else 0.0
+        error = tokens.relative_error
+        both_clocks = costs.error * math.sqrt(2) if K else 0.0
         forecasts.append(
             Forecast(
                 draft_length=K,
@@ -132,7 +132,8 @@ def rounds_per_token(
     if new_tokens is None:
         return float(1 / (1 + survival_K.sum()))
     random = np.random.default_rng(0)
-    left_R, rounds_R = np.full(DRAWS, new_tokens), np.zeros(DRAWS)
+    left_R = np.full(DRAWS, new_tokens)
+    rounds_R = np.zeros(DRAWS)
     while (running_R := left_R > 0).any():
         # Spread evenly, so that few draws have the precision of many.
         uniforms_R = (random.permutation(DRAWS) + 0.5) / DRAWS

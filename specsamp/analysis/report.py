@@ -1,11 +1,11 @@
-"""Writes results as JSON, and prints tables."""
+"""Writes results as JSON, prints tables, and shows progress."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,6 +14,12 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from specsamp.decoding.results import RowStats
+
+Say = Callable[[str], None]  # shows the work that begins
+
+
+def silent(text: str) -> None:
+    """Shows nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,12 +39,8 @@ class Table:
     def of(cls, title: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> Table:
         """Makes a table of rows by column; a row may lack columns, whose cells are empty."""
         header = tuple(dict.fromkeys(name for row in rows for name in row))
-        return cls(
-            title=title,
-            header=header,
-            rows=[tuple(str(row.get(name, "")) for name in header) for row in rows],
-            **fields,
-        )
+        cells = [tuple(str(row.get(name, "")) for name in header) for row in rows]
+        return cls(title=title, header=header, rows=cells, **fields)
 
     def to_markdown(self) -> str:
         """Returns the table as Markdown, followed by the note; the page has the title."""

@@ -55,20 +55,15 @@ def grid_table(title: str, cells: Iterable[Measured], *, best: bool = False) -> 
     )
 
     def row(cell: Measured) -> dict[str, str]:
-        key, result = cell["key"], cell.get("result")
-        length = (
-            str(key["draft_length"])
-            if key.get("adaptive") is None
-            else f"up to {key['draft_length']}"
-        )
+        key = cell["key"]
+        result = cell.get("result")
+        length = ("" if key.get("adaptive") is None else "up to ") + str(key["draft_length"])
         named = {"": setting(key), "batch": str(key["batch"]), "best K" if best else "K": length}
         if result is None:
             return named | {"alone, ms per token": "out of memory"}
-        counts, speedup, per_text = (
-            counts_of(cell),
-            result["speedup"]["median"],
-            result.get("variation_per_text"),
-        )
+        counts = counts_of(cell)
+        speedup = result["speedup"]["median"]
+        per_text = result.get("variation_per_text")
         if best and speedup <= 1:
             named["best K"] = f"0 (of drafts: {length})"
         starred = not best and speedup == fastest[_group(cell)]
@@ -125,14 +120,12 @@ def shares(counts: RowStats) -> str:
 
 
 def _speed_table(result: Result) -> Table:
-    one, many = result.autoregressive, result.speculative
+    one = result.autoregressive
+    many = result.speculative
     memory = ", ".join(f"{result.memory[name] / 1e9:.3g}" for name in ("weights", "caches", "peak"))
-    allowed = result.allowed_speedup
-    limit = (
-        ""
-        if allowed is None
-        else f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
-    )
+    note = f"peak: of the {result.memory['peak_is_of']} so far, earlier cells included"
+    if (allowed := result.allowed_speedup) is not None:
+        note += f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
     rows = [
         (
             "ms per token",
@@ -155,41 +148,31 @@ def _speed_table(result: Result) -> Table:
         title="Decoding: median ± half the interquartile range",
         header=("", "autoregressive", f"speculative, K={many.draft_length}", "ratio"),
         rows=rows,
-        note=f"peak: of the {result.memory['peak_is_of']} so far, earlier cells included{limit}",
+        note=note,
     )
 
 
 def _acceptance_table(counts: RowStats) -> Table:
     header = ("position", "verified", "accepted", "rounds with so many")
-    rows = [("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}")]
-    positions = zip(
-        counts.reached, counts.acceptance_by_position, counts.accepted_counts[1:], strict=True
-    )
-    for i, (reached, rate, rounds) in enumerate(positions, 1):
-        rows.append(
-            (
-                f"{i}",
-                str(reached),
-                with_error(rate, rate_error(rate, reached)),
-                f"{rounds / counts.rounds:.1%}",
-            )
-        )
+    first, *others = [f"{rounds / counts.rounds:.1%}" for rounds in counts.accepted_counts]
+    rows = [("0", "", "", first)]
+    positions = zip(counts.reached, counts.acceptance_by_position, others, strict=True)
+    for i, (reached, rate, share) in enumerate(positions, 1):
+        rows.append((str(i), str(reached), with_error(rate, rate_error(rate, reached)), share))
     rows.append(("all", str(sum(counts.reached)), rate_with_error(counts), f"of {counts.rounds}"))
     return Table(
         title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows
     )
 
 
-def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
+def interval(value: Interval) -> str:
     """Formats the value, and its interval in brackets unless the value is exact."""
-    number = f"{float(f'{value.value:.{digits}g}'):g}{unit}"
-    return number if value.lower == value.upper else f"{number} ({span(value, '', digits)})"
-
-
-def span(value: Interval, unit: str = "", digits: int = 2) -> str:
-    """Formats the interval alone, for a range in which no value is likelier than another."""
-    lower, upper = (f"{float(f'{edge:.{digits}g}'):g}{unit}" for edge in (value.lower, value.upper))
-    return lower if lower == upper else f"{lower} to {upper}"
+    number, lower, upper = (
+        f"{float(f'{x:.3g}'):g}" for x in (value.value, value.lower, value.upper)
+    )
+    if value.lower == value.upper:
+        return number
+    return f"{number} ({lower})" if lower == upper else f"{number} ({lower} to {upper})"
 
 
 def band(likely: float, edges: Sequence[float], digits: int) -> str:
@@ -204,17 +187,14 @@ def ratio(value: Mapping[str, float]) -> str:
 
 
 def quartiles(value: Quartiles, unit: str = "") -> str:
-    """Formats the median ± half the interquartile range; the unit "%" multiplies by 100."""
-    scale, suffix = (100, "%") if unit == "%" else (1, unit)
-    half = (value.upper - value.lower) / 2
-    return f"{value.median * scale:.3g}{suffix} ± {half * scale:.2g}"
+    """Formats the median ± half the interquartile range."""
+    return f"{value.median:.3g}{unit} ± {(value.upper - value.lower) / 2:.2g}"
 
 
 def rate_with_error(counts: RowStats) -> str:
     """Formats the acceptance rate ± its standard error; empty if nothing was verified."""
-    return with_error(
-        counts.acceptance_rate, rate_error(counts.acceptance_rate, sum(counts.reached))
-    )
+    rate = counts.acceptance_rate
+    return with_error(rate, rate_error(rate, sum(counts.reached)))
 
 
 def with_error(rate: float, error: float) -> str:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from specsamp import validate
+from specsamp.analysis.report import Say, silent
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine, round_slots
 from specsamp.decoding.method import Method, make_method
@@ -58,7 +59,7 @@ class Quartiles:
 def take_turns(
     runs: Mapping[Name, Callable[[int], Answer]],
     turns: int,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> dict[Name, list[Answer]]:
     """Calls every run with 0, then every run with 1, and so on; returns the answers of all turns by
     name.
@@ -89,8 +90,9 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
-        for name in ("batch", "prompt_length", "max_new_tokens", "repeats", "seed"):
-            validate.integer(name, getattr(self, name), *((0, 2**32) if name == "seed" else (1,)))
+        for name in ("batch", "prompt_length", "max_new_tokens", "repeats"):
+            validate.integer(name, getattr(self, name), 1)
+        validate.integer("seed", self.seed, limit=2**32)
         lengths = [len(prompt) for prompt in self.prompts]
         if lengths and not 1 <= min(lengths) <= max(lengths) <= self.prompt_length:
             raise ValueError(
@@ -108,10 +110,9 @@ class Workload:
         ids = [repeat * self.batch + row for row in range(self.batch)]
         if self.prompts:
             return [list(self.prompts[index % len(self.prompts)]) for index in ids], ids
+        random = np.random.default_rng([self.seed, repeat])
         shape = (self.batch, self.prompt_length)
-        return np.random.default_rng([self.seed, repeat]).integers(
-            0, vocab_size, shape
-        ).tolist(), ids
+        return random.integers(0, vocab_size, shape).tolist(), ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,8 @@ class TimedDecoder:
 
     def requests(self, repeat: int) -> list[Request]:
         """Returns the requests of one repeat; no token stops a row."""
-        work, pair = self.workload, self.engine.pair
+        work = self.workload
+        pair = self.engine.pair
         prompts, ids = work.rows(repeat, pair.target.vocab_size)
         return make_requests(
             pair, self.method, prompts, work.max_new_tokens, seed=work.seed, stop=(), prompt_ids=ids
@@ -215,20 +217,6 @@ def decoders(
     return made
 
 
-def decode_in_turns(
-    sides: Mapping[Name, TimedDecoder],
-    turns: int,
-    progress: Callable[[str], None] = lambda text: None,
-) -> dict[Name, list[Timing]]:
-    """Decodes once with every decoder, which compiles, then with all of them in turn; returns the
-    timings by name.
-    """
-    for number, side in enumerate(sides.values(), 1):
-        progress(f"compiling {number} of {len(sides)}")
-        side.decode(0)
-    return take_turns({name: side.decode for name, side in sides.items()}, turns, progress)
-
-
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:
     """Raises ValueError if a workload or a K has too many positions for a model, or rows do not
     divide over data shards.
@@ -249,12 +237,14 @@ def check_positions(
     """Raises ValueError if the model of this name has too few positions for a workload or for K
     drafted tokens.
     """
-    if positions is not None and workload.longest > positions:
+    if positions is None:
+        return
+    if workload.longest > positions:
         raise ValueError(
             f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} "
             f"need {workload.longest} positions, but the {name} has {positions}"
         )
-    if positions is not None and draft_length >= positions:
+    if draft_length >= positions:
         raise ValueError(
             f"draft_length {draft_length} must be below the {name}'s {positions} positions, such "
             "as 4"

@@ -99,7 +99,7 @@ def test_what_is_not_compiled_has_no_costs(pair):
 
 
 def test_a_round_scores_one_position_more_than_it_drafts():
-    costs = PerCall(target_ms={1: 10.0, 2: 12.0, 4: 16.0, 8: 16.0}, draft_ms=0.5)
+    costs = PerCall(target_ms={8: 16.0, 1: 10.0, 2: 12.0, 4: 16.0}, draft_ms=0.5)
     assert [costs.round_ms(K) for K in (0, 1, 2, 3, 7)] == [10, 12.5, 15, 17.5, 19.5]
     assert PerCall.from_json(report.as_json(costs)) == costs
 
