@@ -57,7 +57,8 @@ def load_mbpp(source: str = MBPP) -> EvaluationTask:
             raise ValueError(
                 f"{source}: task {record['task_id']} has neither a field 'text' nor 'prompt'"
             )
-        tests, imports = record["test_list"], record.get("test_imports") or []
+        tests = record["test_list"]
+        imports = record.get("test_imports") or []
         for field, lines, fewest in (("test_list", tests, 1), ("test_imports", imports, 0)):
             if len(lines) < fewest or not all(
                 isinstance(line, str) and line.strip() for line in lines
@@ -119,9 +120,9 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     """Returns the unbiased estimate that one of k <= n answers passes: ``1 - C(n - passed, k) /
     C(n, k)``.
     """
-    return (
-        1 - math.prod(1 - k / i for i in range(n - passed + 1, n + 1)) if n - passed >= k else 1.0
-    )
+    if n - passed < k:
+        return 1.0
+    return 1 - math.prod(1 - k / i for i in range(n - passed + 1, n + 1))
 
 
 class ParseResult(enum.Enum):
@@ -178,10 +179,10 @@ def parse_python(text: str) -> ParseResult:
         return ParseResult.ERROR
 
 
-def load_python(pair: str = "python") -> EvaluationTask:
+def load_python(source: str = "python") -> EvaluationTask:
     """Reads the prompts that come with a pair; see `load_prompts`."""
     problems = [
-        Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(pair))
+        Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(source))
     ]
     return EvaluationTask(
         name="python", problems=problems, max_new_tokens=128, continues=True, score=score_syntax

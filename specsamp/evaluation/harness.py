@@ -74,7 +74,8 @@ def decode_and_score(
       say: called with the number of completions so far.
 
     Returns:
-      Scores of each problem, counts by category, and the time of this run; as JSON.
+      Scores of each problem, counts by category, the reasons why completions ended, and the time of
+      this run; as JSON.
     """
     ends = make_stops(pair, None).ids
     written: dict[int, list[Completion]] = {key: [] for key in problems}
@@ -98,44 +99,29 @@ def decode_and_score(
             require_exact=requests.require_exact,
         )
         work.compile()
-        begin, of_turn, done = time.perf_counter(), [], sum(map(len, written.values()))
+        begin = time.perf_counter()
+        of_turn = []
+        before = sum(map(len, written.values()))
         for completion in work:
             of_turn.append(completion)
-            say(done + len(of_turn))
+            say(before + len(of_turn))
         if not work.known:  # a resumed run had less work
-            tokens = sum(len(one.tokens) for one in of_turn)
-            timed += collections.Counter(
-                completions=len(of_turn), tokens=tokens, seconds=time.perf_counter() - begin
-            )
+            timed["completions"] += len(of_turn)
+            timed["tokens"] += sum(len(one.tokens) for one in of_turn)
+            timed["seconds"] += time.perf_counter() - begin
+        keys = list(asked)
         for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
-            written[list(asked)[completion.prompt_index]].append(completion)
-    return _results(task, problems, written, ends, requests.samples) | {
-        "exact": method.exact,
-        "timed": dict(timed),
-    }
-
-
-def _results(
-    task: EvaluationTask,
-    problems: Mapping[int, Problem],
-    written: Mapping[int, Sequence[Completion]],
-    ends: frozenset[int],
-    samples: int,
-) -> Json:
-    """Returns the scores of completions, their counts by category, and the reasons why
-    they ended.
-    """
-    completions = [one for of_problem in written.values() for one in of_problem]
-    counts = (
-        (problem.category, one.stats) for key, problem in problems.items() for one in written[key]
-    )
+            written[keys[completion.prompt_index]].append(completion)
+    done = [(problems[key], one) for key, of_problem in written.items() for one in of_problem]
     turns = sum(1 + len(problem.further_turns) for problem in problems.values())
     return {
         "problems": [problem.id for problem in problems.values()],
         "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
-        "counts": _add_up(counts),
-        "finish": dict(collections.Counter(one.finish for one in completions)),
-        "turns_left_out": turns - len(completions) // samples,  # no chat template, or too long
+        "counts": _add_up((problem.category, one.stats) for problem, one in done),
+        "finish": dict(collections.Counter(one.finish for _, one in done)),
+        "turns_left_out": turns - len(done) // requests.samples,  # no chat template, or too long
+        "exact": method.exact,
+        "timed": dict(timed),
     }
 
 
@@ -149,13 +135,14 @@ def _ask(
 ) -> dict[int, Prompt]:
     """Returns the prompts of a turn, without those that have become too long."""
     asked = {
-        key: conversation(problem, written[key], turn, requests)
+        key: prompt
         for key, problem in problems.items()
+        if (prompt := conversation(problem, written[key], turn, requests)) is not None
     }
-    asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
+    if turn == 0 or not asked:
+        return asked
     room = max_positions(pair, method.drafter) - requests.max_new_tokens
-    fit = {key for key, n in lengths(pair, asked).items() if n <= room} if turn else asked
-    return {key: prompt for key, prompt in asked.items() if key in fit}
+    return {key: asked[key] for key, length in lengths(pair, asked).items() if length <= room}
 
 
 def conversation(
@@ -164,34 +151,28 @@ def conversation(
     """Returns the prompt of a turn, after the answers so far, or None if the problem has no such
     turn.
     """
-    if turn == 0:
-        return [{"role": "user", "content": problem.prompt}] if requests.chat else problem.prompt
-    if (
-        not requests.chat
-        or requests.samples > 1
-        or turn > len(problem.further_turns)
-        or len(written) < turn
-    ):
+    if not requests.chat:
+        return problem.prompt if turn == 0 else None
+    questions = [problem.prompt, *problem.further_turns]
+    if turn >= len(questions) or len(written) < turn or (turn and requests.samples > 1):
         return None
-    asked = [problem.prompt, *problem.further_turns[:turn]]
-    messages = [{"role": "user", "content": asked[0]}]
-    for answer, question in zip(written, asked[1:], strict=True):
+    messages = []
+    for question, answer in zip(questions, written):
         messages += [
-            {"role": "assistant", "content": answer.text},
             {"role": "user", "content": question},
+            {"role": "assistant", "content": answer.text},
         ]
-    return messages
+    return [*messages, {"role": "user", "content": questions[turn]}]
 
 
 def max_positions(pair: Pair, drafter: Drafter) -> float:
     """Returns the smaller number of positions of target and drafter."""
-    known = (pair.target.max_positions, drafter.max_positions)
-    return min((positions for positions in known if positions is not None), default=math.inf)
+    return min(filter(None, (pair.target.max_positions, drafter.max_positions)), default=math.inf)
 
 
 def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:
-    """Returns the number of tokens of each prompt."""
-    return dict(zip(prompts, map(len, encode(pair, list(prompts.values()))))) if prompts else {}
+    """Returns the number of tokens of each prompt; there is at least one."""
+    return dict(zip(prompts, map(len, encode(pair, list(prompts.values())))))
 
 
 def _score(
@@ -211,7 +192,7 @@ def _add_up(counts: Iterable[tuple[str, RowStats]]) -> dict[str, RowStats]:
     """Returns the sum of the counts of each category."""
     sums: dict[str, RowStats] = {}
     for category, stats in counts:
-        sums[category] = sums[category] + stats if category in sums else stats
+        sums[category] = sums.get(category, 0) + stats
     return sums
 
 
@@ -229,48 +210,47 @@ def tabulate(cells: Sequence[Json], baseline: str) -> list[Json]:
       that both methods decoded. ``variation_per_text`` is the mean over completions of the sum of a
       lossy rule's meter.
     """
-    methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
+    methods: dict[str, dict[str, Json]] = {}
+    for cell in cells:
+        blocks = methods.setdefault(cell["key"]["method"], {})
+        blocks[cell["key"]["block"]] = cell["result"]
+    plain = methods.get(baseline, {})
     return [
-        _row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline)
-        for name in methods
+        _row(name, blocks, {} if name == baseline else plain) for name, blocks in methods.items()
     ]
 
 
-def _blocks_of(method: str, cells: Sequence[Json]) -> dict[str, Json]:
-    return {
-        cell["key"]["block"]: cell["result"] for cell in cells if cell["key"]["method"] == method
-    }
-
-
-def _row(name: str, blocks: Json, plain: Json, is_plain: bool) -> Json:
+def _row(name: str, blocks: Json, plain: Json) -> Json:
+    """Returns the results of a method; ``plain`` has the blocks to compare with."""
     counted = (item for block in blocks.values() for item in block["counts"].items())
     counts = _add_up((category, RowStats.from_json(of_block)) for category, of_block in counted)
     total = sum(counts.values())
-    shared = [] if is_plain else [key for key in blocks if key in plain]
-    timed = [block["timed"] for block in blocks.values()]
-
-    def over_blocks(field: str) -> float:
-        return sum(one.get(field, 0) for one in timed)  # a counter has no zeros
-
-    def ratio(above: float, below: float) -> float | None:
-        return above / below if below else None
+    shared = [key for key in blocks if key in plain]
+    timed = sum(
+        (collections.Counter(block["timed"]) for block in blocks.values()), collections.Counter()
+    )
 
     texts = sum(sum(block["finish"].values()) for block in blocks.values())
-    differences = compare_scores(
-        *([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain))
-    )
+
+    def ratio(above, below):
+        return above / below if below else None
+
+    def scores_of(blocks, keys):
+        return [score for key in keys for score in blocks[key]["scores"]]
+
+    differences = compare_scores(scores_of(blocks, shared), scores_of(plain, shared))
     return {
         "name": name,
         "exact": all(block["exact"] for block in blocks.values()),
         "problems": sum(len(block["problems"]) for block in blocks.values()),
-        "scores": summarise([score for block in blocks.values() for score in block["scores"]]),
+        "scores": summarise(scores_of(blocks, blocks)),
         "differences": {
             measure: vars(one) | {"detectable": one.detectable}
             for measure, one in differences.items()
         },
         "counts": total,
         "counts_by_category": counts,
-        "ms_per_token": ratio(1e3 * over_blocks("seconds"), over_blocks("tokens")),
+        "ms_per_token": ratio(1e3 * timed["seconds"], timed["tokens"]),
         "speedups": [
             _seconds_per_token(plain[key]) / _seconds_per_token(blocks[key])
             for key in shared

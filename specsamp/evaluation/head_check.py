@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -60,12 +59,11 @@ class HeadCheck:
         """Returns the reading that is accepted most, if it fits and is accepted clearly more often
         than the configured one.
         """
-        best = max(self.readings, key=self.readings.get, default=None)
-        return (
-            best
-            if best and self.readings[best] > max(LOW, self.readings[CONFIGURED] + CLEAR_GAIN)
-            else None
-        )
+        best = max(self.readings, key=self.readings.get, default=CONFIGURED)
+        if best == CONFIGURED:
+            return None
+        clear = max(LOW, self.readings[CONFIGURED] + CLEAR_GAIN)
+        return best if self.readings[best] > clear else None
 
     @property
     def sentences(self) -> list[str]:
@@ -116,9 +114,8 @@ def check_head(
     texts = [
         Text(prompt=tuple(prompt), tokens=tuple(one.tokens))
         for prompt, one in zip(encode(pair, prompts), done)
+        if others and len(prompt) > 1 and one.tokens  # a head reads two tokens
     ]
-    # A head reads two tokens.
-    texts = [text for text in texts if others and len(text.prompt) > 1 and text.tokens]
     return HeadCheck(
         drafted=sum(sum(one.stats.reached) for one in done),
         accepted=sum(one.stats.accepted for one in done),
@@ -147,10 +144,9 @@ def other_readings(config: HeadConfig) -> dict[str, HeadConfig]:
 
 
 def _compare_readings(pair: Pair, texts: Sequence[Text], warp: Warp) -> dict[str, float]:
-    def accepted(rows: Sequence[Text], _: np.ndarray, *logits: jax.Array) -> jax.Array:
-        target_BNV, draft_BNV = (
-            log_probs(for_rows(warp, len(rows)), logits_BNV) for logits_BNV in logits
-        )
+    def accepted(rows, tokens_BN, *logits):
+        warp_B = for_rows(warp, len(rows))
+        target_BNV, draft_BNV = (log_probs(warp_B, logits_BNV) for logits_BNV in logits)
         return jnp.exp(jnp.minimum(target_BNV, draft_BNV)).sum(-1)
 
     found = {}

@@ -49,7 +49,7 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 MIB = 1 << 20
 
 
-class IsolationError(RuntimeError):
+class IsolationError(ValueError):
     """Raised if a program was not run because it could not be isolated."""
 
 
@@ -117,18 +117,12 @@ def run_isolated(program: str, limits: Limits = Limits(), *, insist: bool = Fals
 
 
 def run_all(
-    programs: Iterable[str],
-    limits: Limits = Limits(),
-    *,
-    workers: int | None = None,
-    insist: bool = False,
+    programs: Iterable[str], limits: Limits = Limits(), *, insist: bool = False
 ) -> Iterator[Outcome]:
-    """Runs ``workers`` programs at a time (default: one per core) with `run_isolated`, and yields
-    outcomes in order.
-    """
+    """Runs programs with `run_isolated`, one per core at a time, and yields outcomes in order."""
     missing_isolation()  # once, not in every thread
     one = functools.partial(run_isolated, limits=limits, insist=insist)
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(one, programs)
 
 
@@ -208,7 +202,10 @@ def _be_program(request: dict) -> None:
     """
     source = sys.stdin.buffer.read()
     _limit(request)
-    channel, read, write, leave = request["channel"], os.read, os.write, os._exit
+    channel = request["channel"]
+    read = os.read
+    write = os.write
+    leave = os._exit
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     spare = bytearray(MIB)  # a report of too little memory needs some
     try:

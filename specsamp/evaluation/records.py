@@ -4,6 +4,7 @@ Parquet.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
@@ -79,15 +80,15 @@ def _parse(path: epath.Path) -> Sequence[tuple[int, Any]]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 (byte {error.start})") from error
-    whole = text.lstrip().startswith("[")
+    is_list = text.lstrip().startswith("[")
     found: list[tuple[int, Any]] = []
-    for line, part in [(1, text)] if whole else enumerate(text.split("\n"), 1):
+    for line, part in enumerate([text] if is_list else text.split("\n"), 1):
         try:
             if part.strip():
                 found.append((line, json.loads(part)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {line}: no JSON: {error}") from error
-    return list(enumerate(found[0][1], 1)) if whole else found
+    return list(enumerate(found[0][1], 1)) if is_list else found
 
 
 def _parse_parquet(path: epath.Path, content: bytes) -> list[Any]:
@@ -115,12 +116,10 @@ def _find(source: str, split: str) -> list[epath.Path]:
         for revision in (None, CONVERTED):
             names = hub.list_repo_files(source, repo_type="dataset", revision=revision)
             if chosen := choose_files(names, split):
-                return [
-                    epath.Path(
-                        hub.hf_hub_download(source, name, repo_type="dataset", revision=revision)
-                    )
-                    for name in chosen
-                ]
+                download = functools.partial(
+                    hub.hf_hub_download, source, repo_type="dataset", revision=revision
+                )
+                return [epath.Path(download(name)) for name in chosen]
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(
             f"no file {source!r}, and the hub did not send it ({type(error).__name__}: {error})"

@@ -45,11 +45,6 @@ class Attempt:
     ended: bool = False
 
 
-def no_score(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Returns no scores: the evaluation of such tasks measures time and acceptance only."""
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
     """Problems in a fixed order, and the scoring of their completions.
@@ -59,7 +54,8 @@ class EvaluationTask:
       stop: texts that end a completion, and are not part of it.
       continues: whether a completion continues the prompt's text; the answers of a chat model would
         score 0.
-      score: returns each measure's value for a problem, estimated from its attempts.
+      score: returns each measure's value for a problem, estimated from its attempts. Tasks without
+        scores measure time and acceptance only.
     """
 
     name: str
@@ -67,7 +63,7 @@ class EvaluationTask:
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
     continues: bool = False
-    score: Callable[[Problem, Sequence[Attempt]], dict[str, float]] = no_score
+    score: Callable[[Problem, Sequence[Attempt]], dict[str, float]] = lambda *_: {}
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

@@ -42,8 +42,9 @@ def load_task(
       insist: run generated programs as plain processes if this machine does not isolate them.
 
     Raises:
-      ValueError: there is no task of this name, it has no default source, its records are
-        malformed, or it runs programs that this machine does not isolate.
+      ValueError: there is no task of this name, it has no default source, or its records are
+        malformed.
+      IsolationError: it runs programs that this machine does not isolate.
       FileNotFoundError: there is no such source.
     """
     validate.choice("task", name, TASKS)
@@ -53,14 +54,11 @@ def load_task(
         raise ValueError(
             f"shots have no effect on the task {name}: only on {', '.join(SHOWS_SHOTS)}"
         )
-    shown = {} if shots is None else {"shots": shots}
-    task = TASKS[name](*([] if source is None else [source]), **shown)
+    given = {"source": source, "shots": shots}
+    task = TASKS[name](**{option: value for option, value in given.items() if value is not None})
     if name not in RUN_PROGRAMS:
         return task
     if insist:
         return dataclasses.replace(task, score=functools.partial(task.score, insist=True))
-    try:
-        isolation.require_isolation()
-    except isolation.IsolationError as error:
-        raise ValueError(str(error)) from error
+    isolation.require_isolation()
     return task

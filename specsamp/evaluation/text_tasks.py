@@ -28,7 +28,7 @@ MT_BENCH = (
     "humanities",
 )
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-MARKED_NUMBER = re.compile(rf" *####\s*(?:- )?{NUMBER.pattern}")
+MARKED_NUMBER = re.compile(rf" *####\s*(?:- (?!-))?{NUMBER.pattern}")
 # Those that begin with a marker count first.
 MARKED_LINES = re.compile("^ *####.*", re.MULTILINE), re.compile("####.*")
 XSUM = "EdinburghNLP/xsum"
@@ -48,11 +48,9 @@ def load_turns(name: str, source: str) -> EvaluationTask:
         first, *further = map(str, record["turns"]) if record["turns"] else [""]
         if not first:
             raise ValueError(f"{source}: question {record['question_id']} has no turns")
-        category = (
-            "mt_bench"
-            if name == "spec_bench" and record["category"] in MT_BENCH
-            else record["category"]
-        )
+        category = record["category"]
+        if name == "spec_bench" and category in MT_BENCH:
+            category = "mt_bench"
         problems.append(
             Problem(
                 id=str(record["question_id"]),
@@ -70,7 +68,8 @@ def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
     Args:
       shots: a file of example questions, which are shown with their answers before each question.
     """
-    fields, asked = {"question": str, "answer": str}, "Question: {question}\nAnswer:"
+    fields = {"question": str, "answer": str}
+    asked = "Question: {question}\nAnswer:"
     examples = read_records(shots, fields) if shots else []
     shown = "".join(f"{asked.format(**example)} {example['answer']}\n\n" for example in examples)
     problems = [

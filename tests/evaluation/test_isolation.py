@@ -62,8 +62,8 @@ def outside(tmp_path):
     server.server_close()
 
 
-def passed(programs, limits=LIMITS, **options):
-    outcomes = run_all(programs.values(), limits, insist=True, **options)
+def passed(programs, limits=LIMITS):
+    outcomes = run_all(programs.values(), limits, insist=True)
     return {name: one.passed for name, one in zip(programs, outcomes, strict=True)}
 
 
@@ -80,7 +80,7 @@ def test_bubblewrap_lets_no_attack_reach_outside(isolated, outside):
 def test_programs_before_their_last_line_fail(isolated):
     assert passed(ENDS) == dict.fromkeys(ENDS, False)
     endless = PROGRAMS["endless"]
-    assert passed(endless, SHORT, workers=len(endless)) == dict.fromkeys(endless, False)
+    assert passed(endless, SHORT) == dict.fromkeys(endless, False)
 
 
 def test_ordinary_programs_pass(isolated):

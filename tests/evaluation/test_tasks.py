@@ -236,7 +236,8 @@ def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(
     )
     goes_on += ("#### 1000\n#### 7", "####\nIt is 1000", "Step ####: 3\n#### 1000")
     assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
-    for wrong in ("#### 7, not 1000", "#### -$1,000", "#### - 1000", "#### \N{MINUS SIGN}1000"):
+    signs = ("#### -$1,000", "#### - 1000", "#### - -1000", "#### \N{MINUS SIGN}1000")
+    for wrong in ("#### 7, not 1000", *signs):
         assert task.score(problem, [Attempt(text=wrong)]) == {"correct": 0}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specsamp import validate
-from specsamp.analysis.report import Table
+from specsamp.analysis.report import Say, Table, silent
 from specsamp.evaluation.audit import distribution, round_evidence, streams
 from specsamp.evaluation.audit.subject import Check, Status, Subject
 from specsamp.sampling.lossy import Bounded
@@ -88,9 +88,7 @@ class Audit:
         """Returns a line with the checks that failed, or with the errors that would have
         been seen.
         """
-        passed, failed, skipped = map(
-            self.named, (Status.PASSED, Status.FAILED, Status.NOT_APPLICABLE)
-        )
+        passed, failed, skipped = map(self.named, Status)
         aside = f" ({', '.join(skipped)} not applicable)" if skipped else ""
         total = len(passed) + len(failed)
         if failed or not passed:
@@ -110,7 +108,7 @@ class Audit:
 def audit(
     subject: Subject,
     settings: Settings = Settings(),
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> Audit:
     """Runs the checks, in float32 except for the check of bfloat16. A check that raises ValueError
     has failed.
@@ -128,9 +126,12 @@ def audit(
         budget.
     """
     budget = budget_of(subject.method.rule)
-    exact, level = subject.cast("float32") or subject, settings.false_alarm / CHANCES
+    exact = subject.cast("float32") or subject
+    level = settings.false_alarm / CHANCES
     progress("reading the prompts")
     samples = _Samples(exact, settings, level, budget, progress)
+    if "distribution" in settings.checks:
+        samples.cells  # before the first check
     run: dict[str, Callable[[], Check]] = {
         "greedy": lambda: streams.greedy_text(exact),
         "bfloat16": lambda: streams.bfloat16_text(exact, subject.cast("bfloat16")),
@@ -141,56 +142,53 @@ def audit(
         "padding": lambda: streams.padding(exact, level),
     }
     checks = []
-    for name, claim in CHECKS.items():
-        if name in settings.checks:
-            progress(f"{name}: {claim}")
-            try:
-                checks.append(run[name]())
-            except ValueError as error:
-                checks.append(
-                    Check(
-                        name=name, verdict=Status.FAILED, sentence=f"the check ended early: {error}"
-                    )
-                )
+    for name in filter(settings.checks.__contains__, CHECKS):
+        progress(f"{name}: {CHECKS[name]}")
+        try:
+            check = run[name]()
+        except ValueError as error:
+            check = Check.tested(name, True, f"the check ended early: {error}")
+        checks.append(check)
     return Audit(settings=settings, checks=tuple(checks), budget=budget)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Samples:
     """The two checks of samples, on the same texts."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        settings: Settings,
-        level: float,
-        budget: float | None,
-        progress: Callable[[str], None],
-    ):
-        self.subject, self.level, self.budget = subject, level, budget
-        self.shared = {"detect": settings.detect, "rows": settings.rows, "progress": progress}
-        self.is_readable = round_evidence.can_read(subject) and budget is None
-        count = min(settings.distribution_prompts, len(subject.prompts))
-        prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
-        self.cells = (
-            distribution.read_cells(subject, prompt_ids)
-            if "distribution" in settings.checks
-            else []
-        )
+    subject: Subject
+    settings: Settings
+    level: float
+    budget: float | None
+    progress: Say
+
+    @property
+    def is_readable(self) -> bool:
+        return self.budget is None and round_evidence.can_read(self.subject)
+
+    @functools.cached_property
+    def cells(self) -> list[distribution.Cells]:
+        total = len(self.subject.prompts)
+        count = min(self.settings.distribution_prompts, total)
+        return distribution.read_cells(self.subject, [i * total // count for i in range(count)])
 
     def distribution(self) -> Check:
-        allowed = distribution.TOKENS * (self.budget or 0.0)
         check = distribution.count_pairs(
-            self.subject, self.cells, level=self.level, allowed=allowed, **self.shared
+            self.subject,
+            self.cells,
+            level=self.level,
+            detect=self.settings.detect,
+            allowed=distribution.TOKENS * (self.budget or 0.0),
+            rows=self.settings.rows,
+            progress=self.progress,
         )
         if self.is_readable:
             return check & round_evidence.expected_ratios(
-                self.texts, detect=self.shared["detect"], false_alarm=self.level
+                self.texts, detect=self.settings.detect, false_alarm=self.level
             )
-        return (
-            check
-            if self.budget is not None
-            else dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
-        )
+        if self.budget is not None:
+            return check
+        return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
 
     def acceptance(self) -> Check:
         method = self.subject.method
@@ -202,7 +200,13 @@ class _Samples:
 
     @functools.cached_property
     def texts(self) -> round_evidence.Rounds:
-        return round_evidence.collect(self.subject, false_alarm=self.level, **self.shared)
+        return round_evidence.collect(
+            self.subject,
+            detect=self.settings.detect,
+            false_alarm=self.level,
+            rows=self.settings.rows,
+            progress=self.progress,
+        )
 
 
 def budget_of(rule: Rule) -> float | None:
@@ -227,15 +231,16 @@ def audit_table(checks: Sequence[Mapping[str, Any]], *, claims: bool = False) ->
       checks: the checks in JSON form.
       claims: adds a column of the claims, and to the note the errors that would have been seen.
     """
-    header = ("check", "verdict", *["claim"][:claims], "what was seen")
-    rows = [
-        (check["name"], check["verdict"], *[CHECKS[check["name"]]][:claims], check["sentence"])
-        for check in checks
-    ]
+    rows = []
     notes = [
         "near-tie: the target would choose that token if rounding changed the logits that it "
         "computes when it reads the whole text at once"
     ]
-    notes += [f"{check['name']}: {check['seen']}" for check in checks if claims and check["seen"]]
+    for check in checks:
+        row = {"check": check["name"], "verdict": check["verdict"]}
+        if claims:
+            row["claim"] = CHECKS[check["name"]]
+            notes += [f"{check['name']}: {check['seen']}"] if check["seen"] else []
+        rows.append(row | {"what was seen": check["sentence"]})
     title = "Exactness audit: with the draft against the target alone"
-    return Table(title=title, header=header, rows=rows, note="; ".join(notes), left=len(header))
+    return Table.of(title, rows, note="; ".join(notes), left=len(rows[0]))

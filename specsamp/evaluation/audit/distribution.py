@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from scipy import stats
 
+from specsamp.analysis.report import Say, silent
 from specsamp.evaluation.audit.subject import POWER, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.sampling.warp import for_rows, log_probs
@@ -59,6 +61,20 @@ class Cells:
     index: dict[tuple[int, int | None], int]
     probs_C: np.ndarray
 
+    @classmethod
+    def of(cls, prompt_id: int, probable: Mapping[tuple[Any, Any], float]) -> Self:
+        """Makes a cell of each probable pair, and one of all other continuations."""
+        return cls(
+            prompt_id=prompt_id,
+            index={pair: number for number, pair in enumerate(probable, start=REST + 1)},
+            probs_C=np.array([max(1 - sum(probable.values()), 0), *probable.values()]),
+        )
+
+    @property
+    def is_random(self) -> bool:
+        """Returns whether no cell has nearly all of the probability."""
+        return self.probs_C.max() < 1 - SMALLEST
+
     def count(self, samples: Sequence[tuple[int, int]]) -> np.ndarray:
         """Returns the number of samples in each cell, [C]."""
         cells = [self.index.get((x1, x2), self.index.get((x1, None), REST)) for x1, x2 in samples]
@@ -72,10 +88,11 @@ def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
       ValueError: there is no such prompt.
     """
     probs_NV = _probs(subject, subject.prompt_logits[list(prompt_ids)])
-    firsts = [
-        np.flatnonzero(probs_V >= min(SMALLEST, probs_V.max())).tolist() for probs_V in probs_NV
+    followed = [
+        (i, x1)
+        for i, probs_V in enumerate(probs_NV)
+        for x1 in np.flatnonzero(probs_V >= min(SMALLEST, probs_V.max())).tolist()
     ]
-    followed = [(i, x1) for i, of_prompt in enumerate(firsts) for x1 in of_prompt]
     seconds = _probs(
         subject,
         next_logits(subject.pair, [(*subject.prompts[prompt_ids[i]], x1) for i, x1 in followed]),
@@ -84,14 +101,11 @@ def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
     for (i, x1), seconds_V in zip(followed, seconds, strict=True):
         pairs_V = probs_NV[i, x1] * seconds_V
         pairs = {(x1, x2): pairs_V[x2] for x2 in np.flatnonzero(pairs_V >= SMALLEST).tolist()}
+        probable[i] |= pairs
         other = probs_NV[i, x1] - sum(pairs.values())
-        probable[i] |= pairs | ({(x1, None): other} if other >= SMALLEST else {})
-    cells = []
-    for prompt_id, found in zip(prompt_ids, probable, strict=True):
-        index = {pair: number for number, pair in enumerate(found, start=1)}
-        probs_C = np.array([max(1 - sum(found.values()), 0), *found.values()])
-        if probs_C.max() < 1 - SMALLEST:
-            cells.append(Cells(prompt_id=prompt_id, index=index, probs_C=probs_C))
+        if other >= SMALLEST:
+            probable[i][x1, None] = other
+    cells = [*filter(lambda one: one.is_random, map(Cells.of, prompt_ids, probable))]
     if not cells:
         raise ValueError(
             "the sampled distribution is deterministic (temperature 0?), so its check would be "
@@ -120,9 +134,9 @@ def count_pairs(
     *,
     detect: float,
     level: float,
+    rows: int,
     allowed: float = 0.0,
-    rows: int = 128,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> Check:
     """Checks that sampled pairs of tokens differ from the target's distribution by at most
     ``allowed``.
@@ -149,14 +163,8 @@ def count_pairs(
         [one.count(of_prompt[half]) for one, of_prompt in zip(cells, drawn, strict=True)]
         for half in (slice(samples // 2), slice(samples // 2, None))
     )
-    check = check_cells(
-        cells,
-        samples,
-        excess(cells, choosing, counting, allowed),
-        detect=detect,
-        level=level,
-        allowed=allowed,
-    )
+    found = excess(cells, choosing, counting, allowed)
+    check = check_cells(cells, samples, found, detect=detect, level=level, allowed=allowed)
     if check.verdict is Status.PASSED:
         return check
     return dataclasses.replace(check, sentence=f"{check.sentence}; {_worst(cells, counting)}")
@@ -173,7 +181,8 @@ def check_cells(
     against: str = "",
 ) -> Check:
     """Returns the result of the check from the counts of both halves, see `excess`."""
-    (measured, p_value), rest = found, float(np.mean([one.probs_C[REST] for one in cells]))
+    measured, p_value = found
+    rest = float(np.mean([one.probs_C[REST] for one in cells]))
     numbers = {
         "samples": samples * len(cells),
         "prompts": len(cells),
@@ -184,19 +193,17 @@ def check_cells(
         "level": level,
         "share_in_the_rest": rest,
     }
-    sentence = (
-        f"{numbers['samples']} samples of two tokens after {len(cells)} prompts{against}: total "
-        "variation "
-    )
     budget = f", of which {allowed:g} is allowed" if allowed else ""
-    sentence += f"{max(measured, 0):.2g}{budget}, p = {p_value:.2g}"
     beyond = f" beyond the allowed {allowed:g}" if allowed else ""
-    seen = (
-        f"any error of {detect:g}{beyond} between the {numbers['cells']} cells of two tokens seen "
-        f"with {POWER:.0%} "
+    return Check.tested(
+        "distribution",
+        p_value < level,
+        f"{numbers['samples']} samples of two tokens after {len(cells)} prompts{against}: total "
+        f"variation {max(measured, 0):.2g}{budget}, p = {p_value:.2g}",
+        numbers=numbers,
+        seen=f"any error of {detect:g}{beyond} between the {numbers['cells']} cells of two tokens "
+        f"seen with {POWER:.0%} ({rest:.0%} of the probability lies in one cell)",
     )
-    seen += f"({rest:.0%} of the probability lies in one cell)"
-    return Check.tested("distribution", p_value < level, sentence, numbers=numbers, seen=seen)
 
 
 def excess(
@@ -214,16 +221,17 @@ def excess(
       counting: counts [C] of the other samples.
       allowed: total variation, on average over the prompts.
     """
-    hits, counted, expected = 0, 0, []
+    hits = 0
+    counted = 0
+    expected = []
     for one, first_C, second_C in zip(cells, choosing, counting, strict=True):
         is_chosen_C = first_C > one.probs_C * first_C.sum()
         hits += int(second_C[is_chosen_C].sum())
         counted += int(second_C.sum())
         expected.append(float(one.probs_C[is_chosen_C].sum()))
     probability = float(np.mean(expected))
-    return hits / counted - probability, float(
-        stats.binom.sf(hits - 1, counted, min(probability + allowed, 1.0))
-    )
+    p_value = stats.binom.sf(hits - 1, counted, min(probability + allowed, 1.0))
+    return hits / counted - probability, float(p_value)
 
 
 def draw_pairs(
@@ -231,22 +239,21 @@ def draw_pairs(
     prompt_ids: Sequence[int],
     samples: int,
     rows: int,
-    progress: Callable[[str], None],
+    progress: Say,
 ) -> list[list[tuple[int, ...]]]:
     """Returns the first two tokens of ``samples`` sampled texts for each prompt."""
     drawn: list[list[tuple[int, ...]]] = [[] for _ in prompt_ids]
-    call = 0
+    seed = subject.seed
     while len(drawn[0]) < samples:
         progress(f"distribution: {len(drawn[0]) * len(drawn)} of {samples * len(drawn)} samples")
-        call += 1
+        seed = (seed + 1) % 2**32  # with the same seed every call would draw the same samples
         completions = subject.decode(
             [subject.prompts[i] for i in prompt_ids],
             prompt_ids=prompt_ids,
             max_new_tokens=TOKENS,
             stop=(),
             num_samples=max(rows // len(prompt_ids), 1),
-            # With the same seed every call would draw the same samples.
-            seed=(subject.seed + call) % 2**32,
+            seed=seed,
         )
         for completion in completions:
             drawn[completion.prompt_index].append(tuple(completion.tokens))
@@ -255,10 +262,8 @@ def draw_pairs(
 
 def _probs(subject: Subject, logits_NV: np.ndarray) -> np.ndarray:
     """Returns the warped distributions, float64 [N, V]."""
-    warped_NV = log_probs(
-        for_rows(subject.pair.full_warp(subject.method.sampling), len(logits_NV)), logits_NV
-    )
-    probs_NV = np.exp(np.asarray(warped_NV, np.float64))
+    warp = for_rows(subject.pair.full_warp(subject.method.sampling), len(logits_NV))
+    probs_NV = np.exp(np.asarray(log_probs(warp, logits_NV), np.float64))
     return probs_NV / probs_NV.sum(-1, keepdims=True)
 
 
@@ -269,14 +274,10 @@ def _worst(cells: Sequence[Cells], counts: Sequence[np.ndarray]) -> str:
         expected_C = one.probs_C * counts_C.sum()
         terms_C = (counts_C - expected_C) ** 2 / np.maximum(expected_C, 1)
         cell = int(np.argmax(terms_C))
-        pair = next((pair for pair, number in one.index.items() if number == cell), None)
-        name = (
-            "the rest"
-            if pair is None
-            else f"{pair[0]} {'and another token' if pair[1] is None else pair[1]}"
-        )
+        names = ["the rest"]
+        names += [f"{x1} {'and another token' if x2 is None else x2}" for x1, x2 in one.index]
         came = (
-            f"after prompt {one.prompt_id}, {name} came {counts_C[cell]} times, not "
+            f"after prompt {one.prompt_id}, {names[cell]} came {counts_C[cell]} times, not "
             f"{expected_C[cell]:.0f}"
         )
         off.append((terms_C[cell], came))

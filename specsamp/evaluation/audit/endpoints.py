@@ -15,17 +15,20 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from specsamp.analysis.report import Say, silent
 from specsamp.evaluation.audit.distribution import (
     SMALLEST,
     TOKENS,
@@ -57,13 +60,15 @@ class RemoteEngine:
         Raises ValueError, with the engine's answer, if it refuses or cannot be reached.
         """
         found: list[tuple[Any, float]] = []
+        size = CHOICES  # engines may ignore n and return one
+        seeds = itertools.count(first_seed)
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            seed, size = first_seed, CHOICES  # engines may ignore n and return one
             while len(found) < count:
                 calls = min(AT_ONCE, math.ceil((count - len(found)) / size))
-                answers = list(pool.map(lambda i: self._ask(prompt, i), range(seed, seed + calls)))
-                found += [one for answer in answers for one in answer]
-                seed, size = seed + calls, len(answers[0])
+                ask = functools.partial(self._ask, prompt)
+                for answer in pool.map(ask, itertools.islice(seeds, calls)):
+                    found += answer
+                    size = len(answer)
         return found[:count]
 
     def _ask(self, prompt: str, seed: int) -> list[tuple[Any, float]]:
@@ -80,27 +85,25 @@ class RemoteEngine:
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                choices = json.load(answer)["choices"]
-        except urllib.error.HTTPError as error:
-            if error.code == TOO_MANY:
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=600) as answer:
+                    choices = json.load(answer)["choices"]
+                break
+            except urllib.error.HTTPError as error:
+                if error.code != TOO_MANY:
+                    told = error.read()[:300].decode(errors="replace")
+                    raise ValueError(f"{self.url} refused {sorted(body)}: {told}") from error
                 time.sleep(1)
-                return self._ask(prompt, seed)
-            raise ValueError(
-                f"{self.url} refused {sorted(body)}: {error.read()[:300].decode(errors='replace')}"
-            ) from error
-        except (OSError, KeyError, ValueError) as error:
-            reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-            raise ValueError(f"{self.url} gave no completion ({reason})") from error
+            except (OSError, KeyError, ValueError) as error:
+                reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+                raise ValueError(f"{self.url} gave no completion ({reason})") from error
         if "logprobs" not in self.fields:
             return [(choice["text"], math.nan) for choice in choices]
         if not choices or not all(choice.get("logprobs") for choice in choices):
             raise ValueError(f"{self.url} returns no logprobs: give --reference, or another engine")
-        return [
-            (tuple(one["tokens"]), sum(one["token_logprobs"]))
-            for one in (choice["logprobs"] for choice in choices)
-        ]
+        found = [choice["logprobs"] for choice in choices]
+        return [(tuple(one["tokens"]), sum(one["token_logprobs"])) for one in found]
 
 
 def compare_endpoints(
@@ -110,7 +113,7 @@ def compare_endpoints(
     *,
     detect: float,
     level: float,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> Check:
     """Checks that an engine's samples follow a plain engine's distribution, or the engine's own
     log-probabilities.
@@ -125,8 +128,16 @@ def compare_endpoints(
     cells = []
     for i, prompt in enumerate(prompts):
         progress(f"pilot, prompt {i + 1} of {len(prompts)}")
-        cells.append(_cells(i, reference.sample(prompt, PILOT, 1_000_000), known=plain is None))
-    cells = [one for one in cells if one.probs_C.max() < 1 - SMALLEST]
+        pilot = reference.sample(prompt, PILOT, 1_000_000)
+        if plain is None:
+            shares = {text: math.exp(value) for text, value in pilot}
+        else:
+            counted = collections.Counter(text for text, _ in pilot)
+            shares = {text: count / len(pilot) for text, count in counted.items()}
+        probable = {(text, None): share for text, share in shares.items() if share >= SMALLEST}
+        found = Cells.of(i, probable)
+        if found.is_random:
+            cells.append(found)
     if not cells:
         raise ValueError(
             "--prompts: the engine leaves nothing to chance after these; give others, or a "
@@ -134,62 +145,42 @@ def compare_endpoints(
         )
     samples = samples_for(cells, detect if plain is None else detect / math.sqrt(2), level)
 
-    def halves(
-        endpoint: RemoteEngine, first_seed: int
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        counts = []
+    def halves(endpoint, first_seed):
+        first = []
+        second = []
         for one in cells:
             progress(
                 f"{samples} samples of {endpoint.url}, prompt {one.prompt_id + 1} of {len(prompts)}"
             )
-            drawn = [
-                text for text, _ in endpoint.sample(prompts[one.prompt_id], samples, first_seed)
-            ]
-            counts.append([one.count([(text, None) for text in drawn[h::2]]) for h in (0, 1)])
-        return tuple(map(list, zip(*counts, strict=True)))
+            drawn = endpoint.sample(prompts[one.prompt_id], samples, first_seed)
+            texts = [(text, None) for text, _ in drawn]
+            first.append(one.count(texts[::2]))
+            second.append(one.count(texts[1::2]))
+        return first, second
 
     choosing, counting = halves(engine, 2_000_000)
-    against = ", against its own log-probabilities, taken as those of the distribution it samples"
     if plain is None:
         found = excess(cells, choosing, counting, 0.0)
-    else:
-        found, against = (
-            _difference(choosing, counting, *halves(plain, 3_000_000)),
-            f", against {plain.url}",
+        against = (
+            ", against its own log-probabilities, taken as those of the distribution it samples"
         )
+    else:
+        found = _difference(choosing, counting, *halves(plain, 3_000_000))
+        against = f", against {plain.url}"
     return check_cells(cells, samples, found, detect=detect, level=level, against=against)
-
-
-def _cells(prompt_id: int, pilot: Sequence[tuple[Any, float]], known: bool) -> Cells:
-    """Returns the continuations of at least `SMALLEST`, by their log-probabilities if known, else
-    by their counts.
-    """
-    counted = collections.Counter(text for text, _ in pilot)
-    shares = (
-        {text: math.exp(value) for text, value in pilot}
-        if known
-        else {x: n / len(pilot) for x, n in counted.items()}
-    )
-    probable = {text: share for text, share in shares.items() if share >= SMALLEST}
-    index = {(text, None): number for number, text in enumerate(probable, start=1)}
-    return Cells(
-        prompt_id=prompt_id,
-        index=index,
-        probs_C=np.array([max(1 - sum(probable.values()), 0), *probable.values()]),
-    )
 
 
 def _difference(*counts: Sequence[np.ndarray]) -> tuple[float, float]:
     """Returns measured total variation and p-value from an engine's and a plain one's choosing and
     counting halves.
     """
-    hits, misses = np.zeros(2), np.zeros(2)
+    hits = np.zeros(2)
+    misses = np.zeros(2)
     for chose, counted, plain_chose, plain_counted in zip(*counts, strict=True):
         is_chosen_C = chose / chose.sum() > plain_chose / plain_chose.sum()
-        for i, one in enumerate((counted, plain_counted)):
-            hits[i] += one[is_chosen_C].sum()
-            misses[i] += one[~is_chosen_C].sum()
-    shares = hits / (hits + misses)
-    return float(shares[0] - shares[1]), float(
-        stats.fisher_exact([hits, misses], alternative="greater")[1]
-    )
+        both_2C = np.stack([counted, plain_counted])
+        hits += both_2C[:, is_chosen_C].sum(1)
+        misses += both_2C[:, ~is_chosen_C].sum(1)
+    share, plain_share = hits / (hits + misses)
+    _, p_value = stats.fisher_exact([hits, misses], alternative="greater")
+    return float(share - plain_share), float(p_value)

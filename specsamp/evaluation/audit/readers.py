@@ -30,7 +30,6 @@ from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 
 Array = jax.Array
-Unembed = Callable[[Array], Array]  # from features to logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,75 +142,46 @@ class FirstTokenReader(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Any = None,
     ) -> Output:
+        head = self.head
+        draft = weights.draft
+        batch, length = tokens_BT.shape
         output = self.target(
             weights.target,
             tokens_BT,
             start_B,
             cache[0],
-            hidden_layers=self.head.hidden_layers,
-            **self.target.with_lengths(start_B + tokens_BT.shape[1]),
+            hidden_layers=head.hidden_layers,
+            **self.target.with_lengths(start_B + length),
         )
-        draft = self._first_of_blocks if self.head.config.drafts_blocks else self._first_of_features
+        features_BTD = head.fuse(draft, output.hidden)
         unembed = functools.partial(self.target.unembed_normed, weights.target)
-        logits_BNU = draft(
-            weights,
-            tokens_BT,
-            start_B,
-            self.head.fuse(weights.draft, output.hidden),
-            cache,
-            unembed,
-        )
-        logits_BNV = self.head.expand(weights.draft, logits_BNU)
+        if head.config.drafts_blocks:
+            # A block at every token but the first, all in one call.
+            caches = head.read(draft, features_BTD, start_B, cache[1])
+            anchors_BN = jnp.broadcast_to(jnp.arange(1, length)[None], (batch, length - 1))
+            rows_BNSD = head.run_in_texts(
+                draft, self.target, weights.target, tokens_BT, anchors_BN, caches
+            )
+            returned_BND = rows_BNSD[:, :, 0]
+        else:
+            # Every pair of tokens, each with the feature of the first.
+            embedded_BTD = head.embed_tokens(
+                draft, self.target, weights.target, tokens_BT, start_B, cache[0]
+            )
+            returned_BND, _ = head(
+                draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1]
+            )
+        logits_BNU = head.logits(draft, returned_BND, unembed)
+        if head.config.drafts_blocks and self.corrected:
+            count = batch * (length - 1)
+            corrected_XU, _ = head.correct(
+                draft,
+                logits_BNU.reshape(count, -1),
+                returned_BND.reshape(count, -1),
+                tokens_BT[:, 1:].reshape(-1),
+                head.begin(draft, count),
+            )
+            logits_BNU = corrected_XU.reshape(logits_BNU.shape)
+        logits_BNV = head.expand(draft, logits_BNU)
         logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BNV], axis=1)
         return Output(logits_BTV=logits_BTV, cache=cache)
-
-    def _first_of_features(
-        self,
-        weights: Weights,
-        tokens_BT: Array,
-        start_B: Array,
-        features_BTD: Array,
-        cache: Any,
-        unembed: Unembed,
-    ) -> Array:
-        """Returns the logits ``[B, T-1, U]`` behind every pair of tokens."""
-        head = self.head
-        if head.config.own_embedding:
-            embedded_BTD = head.embed(weights.draft, tokens_BT)
-        else:
-            embedded_BTD, _ = self.target.embed(weights.target, tokens_BT, start_B, cache[0])
-        returned_BND, _ = head(
-            weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1]
-        )
-        return head.logits(weights.draft, returned_BND, unembed)
-
-    def _first_of_blocks(
-        self,
-        weights: Weights,
-        tokens_BT: Array,
-        start_B: Array,
-        features_BTD: Array,
-        cache: Any,
-        unembed: Unembed,
-    ) -> Array:
-        """Runs a block at every token but the first, all in one call."""
-        head, draft, (batch, length) = self.head, weights.draft, tokens_BT.shape
-        caches = head.read(draft, features_BTD, start_B, cache[1])
-        anchors_BA = jnp.broadcast_to(jnp.arange(1, length)[None], (batch, length - 1))
-        first_BA = length + head.config.block_size * (anchors_BA - 1)
-        pending_N = tokens_BT[:, 1:].reshape(-1)
-        embedded = head.embed_blocks(
-            draft, self.target, weights.target, pending_N, anchors_BA.reshape(-1)
-        )
-        rows_BXD, _ = head(
-            draft, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches
-        )
-        rows_ND = rows_BXD[:, head.config.first_row :: head.config.block_size].reshape(
-            len(pending_N), -1
-        )
-        logits_NU = head.logits(draft, rows_ND[:, None], unembed)[:, 0]
-        if self.corrected:
-            logits_NU, _ = head.correct(
-                draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N))
-            )
-        return logits_NU.reshape(batch, length - 1, -1)

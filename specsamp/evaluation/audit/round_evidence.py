@@ -34,13 +34,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.analysis.report import Say, silent
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
 from specsamp.evaluation.audit.readers import reader
 from specsamp.evaluation.audit.subject import POWER, Check, Subject
@@ -132,7 +133,7 @@ def collect(
     detect: float,
     false_alarm: float,
     rows: int,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> Rounds:
     """Samples texts of all prompts, about ``rows`` at a time, until an error of ``detect`` would be
     detected.
@@ -143,11 +144,9 @@ def collect(
       ValueError: no text has a token.
     """
     samples = max(rows // len(subject.prompts), 1)
-    found, draft, method = (
-        None,
-        reader(subject.method.drafter),
-        subject.method.with_drafter(subject.method.drafter),
-    )
+    found = None
+    draft = reader(subject.method.drafter)
+    method = subject.method.with_drafter(subject.method.drafter)
     for call in range(MOST_BATCHES):
         progress(f"rounds: {call * samples * len(subject.prompts)} texts read")
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
@@ -187,22 +186,21 @@ def read_rounds(
       texts: prompts with sampled tokens.
       from_draft: for each text, whether each of its tokens was drafted.
     """
-    pair, method, draft = subject.pair, subject.method, reader(subject.method.drafter)
+    pair = subject.pair
+    method = subject.method
+    draft = reader(method.drafter)
     warps = (method.sampling, method.draft_sampling or method.sampling)
 
-    def read(rows: Sequence[Text], tokens_BN: np.ndarray, *logits: Array) -> tuple[Array, ...]:
-        warps_B = tuple(for_rows(subject.pair.full_warp(warp), len(rows)) for warp in warps)
+    def read(rows, tokens_BN, *logits):
+        warps_B = tuple(for_rows(pair.full_warp(warp), len(rows)) for warp in warps)
         return _read_tokens(pair.shards, *logits, warps_B, tokens_BN)
 
     K = draft.depth or method.drafter.K
     verified = []
-    for found, drafted in zip(
-        read_tokens(pair, texts, read, drafter=method.drafter, reader=draft), from_draft
-    ):
-        offsets_N = _offsets(np.array(drafted))
-        verified.append(
-            [values_N[offsets_N < K] for values_N in (offsets_N, np.array(drafted), *found)]
-        )
+    results = read_tokens(pair, texts, read, drafter=method.drafter, reader=draft)
+    for found, drafted_N in zip(results, map(np.array, from_draft)):
+        offsets_N = _offsets(drafted_N)
+        verified.append([values_N[offsets_N < K] for values_N in (offsets_N, drafted_N, *found)])
     offsets_N, drafted_N, acceptance_N, above_NE, above_probs_NE = map(
         np.concatenate, zip(*verified)
     )
@@ -238,17 +236,13 @@ def _read_tokens(
     above each edge.
     """
 
-    def read(row: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    def read(row):
         q_NV, p_NV, tokens_N = row
         log_ratio_NV = jnp.where(q_NV > 0, jnp.log2(q_NV) - jnp.log2(p_NV), -jnp.inf)
         log_ratio_N = jnp.take_along_axis(log_ratio_NV, tokens_N[:, None], axis=-1)[:, 0]
         above_probs = [q_NV.sum(-1, where=log_ratio_NV >= edge) for edge in EDGES]
-        above = [log_ratio_N >= edge for edge in EDGES]
-        return (
-            jnp.minimum(p_NV, q_NV).sum(-1),
-            jnp.stack(above, axis=-1),
-            jnp.stack(above_probs, axis=-1),
-        )
+        is_above_NE = log_ratio_N[:, None] >= jnp.array(EDGES)[None]
+        return jnp.minimum(p_NV, q_NV).sum(-1), is_above_NE, jnp.stack(above_probs, axis=-1)
 
     probs = [
         jnp.exp(log_probs(warp, x_BNV))
@@ -266,15 +260,7 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
       false_alarm: largest probability that this check fails a correct pair.
     """
     worst, p_value, level = _worst(found.ratios, false_alarm)
-    seen = (
-        f"an error of {detect:g} per token between tokens that the target and that the draft "
-        "prefers "
-    )
-    seen += (
-        f"seen with {POWER:.0%}"
-        if error_seen(found.ratios, false_alarm) <= detect
-        else "NOT SURELY SEEN"
-    )
+    is_sure = error_seen(found.ratios, false_alarm) <= detect
     return Check.tested(
         "distribution",
         p_value < level,
@@ -286,7 +272,8 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
             "p_value_of_the_ratios": p_value,
             "level_of_a_ratio": level,
         },
-        seen=seen,
+        seen=f"an error of {detect:g} per token between tokens that the target and that the draft "
+        f"prefers {f'seen with {POWER:.0%}' if is_sure else 'NOT SURELY SEEN'}",
     )
 
 

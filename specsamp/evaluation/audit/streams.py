@@ -58,11 +58,10 @@ def coupled_text(subject: Subject) -> Check:
     """
     method = subject.method
     rule = method.rule if isinstance(method.rule, CoupledRule) else CoupledRule()
-    looked_up = NgramDrafter(K=method.drafter.K)
     drafters = {
         "without a draft": NoDrafter(),
         "with the draft": method.drafter,
-        "looked up": looked_up,
+        "looked up": NgramDrafter(K=method.drafter.K),
     }
     coupled = dataclasses.replace(method, rule=rule)
     runs = {
@@ -93,8 +92,9 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
         method=dataclasses.replace(subject.method, drafter=drafter, draft_sampling=None),
         pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params),
     )
-    rows = [completion.stats for completion in same.decode()]
-    verified, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
+    counts = sum(completion.stats for completion in same.texts)
+    verified = sum(counts.reached)
+    accepted = counts.accepted
     allowed = subject.flips_allowed(verified, false_alarm)
     return Check.tested(
         "acceptance",
@@ -112,7 +112,8 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
     prompts = subject.prompts
     if len(prompts) == 1:
         return _not_applicable("neighbours", "a single prompt has no neighbours: give more")
-    together, backwards = subject.decode(), range(len(prompts))[::-1]
+    together = subject.texts
+    backwards = range(len(prompts))[::-1]
     reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
     # The longest prompts have the same padding alone as in the batch: the effect of padding is
     # another check.
@@ -120,9 +121,8 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
     # Adaptive lengths depend on the batch size: then a prompt is "alone" in a batch of its copies.
     copies = 1 if together[0].row_independent else len(prompts)
     alone = [subject.decode([prompts[i]] * copies, prompt_ids=[i] * copies)[0] for i in longest]
-    pairs = list(zip(together, reverse, strict=True)) + [
-        (together[i], row) for i, row in zip(longest, alone)
-    ]
+    pairs = [*zip(together, reverse, strict=True)]
+    pairs += [(together[i], row) for i, row in zip(longest, alone)]
     what = f"{len(prompts)} texts in two orders, {len(alone)} also alone"
     return _unchanged("neighbours", subject, pairs, what, false_alarm)
 
@@ -133,17 +133,15 @@ def padding(subject: Subject, false_alarm: float) -> Check:
     """
     prompts = list(subject.prompts)
     longest = max(prompts, key=len)
-    positions = [
-        m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions
-    ]
-    room = min(positions, default=np.inf) - subject.max_new_tokens
+    positions = subject.pair.target.max_positions, subject.method.drafter.max_positions
+    room = min(filter(None, positions), default=np.inf) - subject.max_new_tokens
     length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # falls into a larger bucket
     if length > room:
         return _not_applicable(
             "padding", f"{length} tokens and the budget are more than the models' positions"
         )
     kept = prompts[:-1] or prompts
-    plain = subject.decode()
+    plain = subject.texts
     if len(prompts) == 1 and not plain[0].row_independent:
         return _not_applicable(
             "padding", "with one prompt a longer neighbour changes the draft length: give more"
@@ -165,7 +163,8 @@ def _agreement(
 ) -> Check:
     """Checks that each token of each run is the target's choice, or explained by rounding."""
     texts: dict[Text, str] = {}
-    faults, compared = [], list(zip(*runs.values(), strict=True))
+    faults = []
+    compared = list(zip(*runs.values(), strict=True))
     for i, rows in enumerate(compared):
         for run, row in zip(runs, rows, strict=True):
             if row.finish == "invalid":
@@ -181,25 +180,16 @@ def _agreement(
                 faults.append(
                     f"prompt {i}: one text ends after {len(shorter)} tokens, the other goes on"
                 )
+    warp = subject.pair.full_warp(warp)
     judgements = (
-        judge(
-            subject.pair,
-            list(texts),
-            subject.pair.full_warp(warp),
-            tolerance,
-            noise_seed=noise_seed,
-        )
-        if texts
-        else []
+        judge(subject.pair, list(texts), warp, tolerance, noise_seed=noise_seed) if texts else []
     )
     for (text, run), judgement in zip(texts.items(), judgements, strict=True):
         for at in np.flatnonzero(~judgement.explained_N)[:1]:
             behind = judgement.behind_N[at]
-            apart = (
-                f"{behind:.2g} behind the target's choice"
-                if np.isfinite(behind)
-                else "excluded by the warp"
-            )
+            apart = "excluded by the warp"
+            if np.isfinite(behind):
+                apart = f"{behind:.2g} behind the target's choice"
             faults.append(
                 f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} is {apart}"
             )
@@ -217,21 +207,23 @@ def _agreement(
         "share_that_could_be_excused": excusable,
     }
     if faults or not tokens:
+        verdict = Status.FAILED
         more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         sentence = "; ".join(faults[:SHOWN]) + more if faults else "nothing was emitted"
-        return Check(name=name, verdict=Status.FAILED, sentence=sentence, numbers=numbers)
-    if excusable > MOST_EXCUSABLE:
+    elif excusable > MOST_EXCUSABLE:
+        verdict = Status.NOT_APPLICABLE
         sentence = (
             f"rounding could decide {excusable:.0%} of {tokens} tokens, so agreement means nothing"
         )
-        return Check(name=name, verdict=Status.NOT_APPLICABLE, sentence=sentence, numbers=numbers)
-    equal = f"{len(compared) - differing} of {len(compared)} texts are equal"
-    same = equal if len(runs) > 1 else f"{len(compared)} texts"
-    sentence = (
-        f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} "
-        f"near-ties within {2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"
-    )
-    return Check(name=name, verdict=Status.PASSED, sentence=sentence, numbers=numbers)
+    else:
+        verdict = Status.PASSED
+        equal = f"{len(compared) - differing} of {len(compared)} texts are equal"
+        same = equal if len(runs) > 1 else f"{len(compared)} texts"
+        sentence = (
+            f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} "
+            f"near-ties within {2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"
+        )
+    return Check(name=name, verdict=verdict, sentence=sentence, numbers=numbers)
 
 
 def _unchanged(
@@ -245,16 +237,17 @@ def _unchanged(
     tokens = sum(len(row.tokens) for row, _ in pairs)
     differing = sum(row.tokens != other.tokens for row, other in pairs)
     allowed = min(subject.flips_allowed(tokens, false_alarm), len(pairs) - 1)
-    sentence = (
-        f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}"
+    return Check.tested(
+        name,
+        not tokens or differing > allowed,
+        f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}",
+        numbers={
+            "texts": len(pairs),
+            "tokens": tokens,
+            "texts_that_differ": differing,
+            "differences_allowed": allowed,
+        },
     )
-    numbers = {
-        "texts": len(pairs),
-        "tokens": tokens,
-        "texts_that_differ": differing,
-        "differences_allowed": allowed,
-    }
-    return Check.tested(name, not tokens or differing > allowed, sentence, numbers=numbers)
 
 
 def _not_applicable(name: str, why: str) -> Check:

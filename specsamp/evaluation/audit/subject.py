@@ -109,11 +109,10 @@ class Subject:
                 "nothing is drafted, so there is nothing to audit: give a drafter and a "
                 "draft_length >= 1"
             )
-        for name, warp in (
-            ("sampling", self.method.sampling),
-            ("draft_sampling", self.method.draft_sampling),
-        ):
-            one, vocab_size = jnp.ones(1, jnp.int32), self.pair.target.vocab_size
+        one = jnp.ones(1, jnp.int32)
+        vocab_size = self.pair.target.vocab_size
+        for name in ("sampling", "draft_sampling"):
+            warp = getattr(self.method, name)
             if warp is not None and not is_stateless(warp.init(one[None], one, vocab_size)):
                 raise ValueError(
                     f"{name} depends on the text before each token, and the audit does not compute "
@@ -133,6 +132,11 @@ class Subject:
             self.pair, self.prompts if prompts is None else prompts, **(settings | changes)
         )
 
+    @functools.cached_property
+    def texts(self) -> list[Completion]:
+        """Returns the texts of the prompts, decoded together."""
+        return self.decode()
+
     def cast(self, dtype: str) -> Subject | None:
         """Returns the subject with models that compute in ``dtype``; None if the target has no
         dtype to choose.
@@ -140,25 +144,24 @@ class Subject:
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
-        recast, head = (
-            in_dtype(self.pair.draft, dtype),
-            self.pair.head and self.pair.head.in_dtype(dtype),
-        )
-        draft = recast or self.pair.draft
-        if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
-            return self
-        pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
-        models = {
-            id(self.pair.target): target,
-            id(self.pair.draft): draft,
-            id(self.pair.head): head,
+        recast = in_dtype(self.pair.draft, dtype)
+        new = {
+            "target": target,
+            "draft": recast or self.pair.draft,
+            "head": self.pair.head and self.pair.head.in_dtype(dtype),
         }
+        old = {name: getattr(self.pair, name) for name in new}
+        if new == old:
+            return self
+        pair = dataclasses.replace(self.pair, **new)
         # A copy in which the new models stand for the old ones.
+        models = {id(old[name]): model for name, model in new.items()}
         drafter = copy.deepcopy(self.method.drafter, models)
         if dtype == "float32":
             # Widened once: `Pair.weights` would make a wider copy for every number of slots.
             params = {"target_params": pair.target_params}
-            params |= {"draft_params": pair.draft_params} if recast or head else {}
+            if recast or pair.head:
+                params["draft_params"] = pair.draft_params
             pair = dataclasses.replace(pair, **jax.tree.map(_widen, params))
         return dataclasses.replace(
             self, pair=pair, method=dataclasses.replace(self.method, drafter=drafter)
@@ -200,8 +203,6 @@ def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     if model.config.dtype == dtype:
         return model
     made = TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))
-    return (
-        made
-        if model.kernels is None
-        else dataclasses.replace(made, weight_order="default", kernels=model.kernels)
-    )
+    if model.kernels is None:
+        return made
+    return dataclasses.replace(made, weight_order="default", kernels=model.kernels)

@@ -89,27 +89,24 @@ def read_tokens(
     for model in (pair.target, pair.draft):
         if model is not None and model.max_positions is not None:
             width = max(longest, min(width, model.max_positions))
-    slots, batch = (
-        round_slots(width),
-        -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count,
-    )
-    weights, results = pair.weights(drafter, slots), []
+    slots = round_slots(width)
+    batch = -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
+    weights = pair.weights(drafter, slots)
+    results = []
     models = [(pair.target, weights.target)] + (
         [(reader.model, reader.weights_of(weights))] if reader else []
     )
     for start in range(0, len(texts), batch):
         # Filled up with the last text.
         rows = [texts[min(i, len(texts) - 1)] for i in range(start, start + batch)]
-        tokens_BT, tokens_BN = (
-            np.zeros((batch, width), np.int32),
-            np.zeros((batch, count), np.int32),
-        )
+        tokens_BT = np.zeros((batch, width), np.int32)
+        tokens_BN = np.zeros((batch, count), np.int32)
         for row, text in enumerate(rows):
             tokens_BT[row, : len(text.prompt) + len(text.tokens)] = (*text.prompt, *text.tokens)
             tokens_BN[row, : len(text.tokens)] = text.tokens
-        given = jnp.asarray(tokens_BT), jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
+        starts_B = np.array([len(text.prompt) for text in rows], np.int32)
         logits = [
-            logits_from(model, pair.shards, params, *given, slots=slots, count=count)
+            logits_from(model, pair.shards, params, tokens_BT, starts_B, slots=slots, count=count)
             for model, params in models
         ]
         found = to_host(compute(rows, tokens_BN, *logits))
@@ -147,18 +144,15 @@ def judge(
         None: the score is the log-probability.
     """
 
-    def compare(rows: Sequence[Text], tokens_BN: np.ndarray, logits_BNV: Array) -> Judgement:
+    def compare(rows, tokens_BN, logits_BNV):
         keys = None
         if noise_seed is not None:
-            ids_B, starts_B = jnp.asarray(
-                [(text.prompt_id, len(text.prompt)) for text in rows], jnp.int32
-            ).T
+            ids_B = jnp.int32([text.prompt_id for text in rows])
+            starts_B = jnp.int32([len(text.prompt) for text in rows])
             keys = RoundKeys(
                 rows_B=row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B)), starts_B=starts_B
             )
-        return _judge(
-            logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance)
-        )
+        return _judge(logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, tolerance)
 
     return read_tokens(pair, texts, compare)
 
@@ -178,12 +172,12 @@ def logits_from(
     beyond a text.
     """
 
-    def read(weights: Any, tokens_BT: Array, starts_B: Array) -> Array:
+    def read(weights, tokens_BT, starts_B):
         at_BN = jnp.minimum(
             starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1
         )
-        batch = len(tokens_BT)
-        start_B, cache = jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots)
+        start_B = jnp.zeros_like(starts_B)
+        cache = model.init_cache(len(tokens_BT), slots)
         ends = model.with_lengths(start_B + tokens_BT.shape[1])
         output = model(weights, tokens_BT, start_B, cache, **ends)
         return jnp.take_along_axis(output.logits_BTV.astype(jnp.float32), at_BN[..., None], axis=1)
@@ -193,29 +187,26 @@ def logits_from(
 
 @jax.jit
 def _judge(
-    logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | None, tolerance: Array
+    logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | None, tolerance: float
 ) -> Judgement:
+    _, N, V = logits_BNV.shape
     noise_BNV = 0.0
     if keys is not None:
-        positions_N, V = jnp.arange(logits_BNV.shape[1]), logits_BNV.shape[-1]
-        noise_BNV = jax.vmap(lambda offset: keys.position_gumbels(offset, V), out_axes=1)(
-            positions_N
-        )
+        draw = jax.vmap(lambda offset: keys.position_gumbels(offset, V), out_axes=1)
+        noise_BNV = draw(jnp.arange(N))
 
     def scores(logits_BNV: Array) -> Array:
         return log_probs(warp, logits_BNV) + noise_BNV
 
     def is_token(tokens_BN: Array) -> Array:
-        return jnp.arange(logits_BNV.shape[-1])[None, None] == tokens_BN[..., None]
+        return jnp.arange(V)[None, None] == tokens_BN[..., None]
 
     def is_larger(tokens_BN: Array) -> Array:
         return logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
 
     scores_BNV = scores(logits_BNV)
-    best_BN, own_BN = (
-        jnp.argmax(scores_BNV, axis=-1),
-        jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1),
-    )
+    best_BN = jnp.argmax(scores_BNV, axis=-1)
+    own_BN = jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1)[..., 0]
     highest_BN = scores_BNV.max(-1)
     second_BN = jnp.where(is_token(best_BN), -jnp.inf, scores_BNV).max(-1)
     lower_larger_BNV = jnp.where(is_larger(tokens_BN), -tolerance, 0)
@@ -230,5 +221,5 @@ def _judge(
         chosen_N=best_BN == tokens_BN,
         explained_N=explained_BN,
         excusable_N=highest_BN - second_BN <= 2 * tolerance,
-        behind_N=highest_BN - own_BN[..., 0],
+        behind_N=highest_BN - own_BN,
     )
