@@ -53,7 +53,6 @@ COLUMNS = {
     "collective_us": ("collectives", 1e-3),
     "hop_us": ("collective_hops", 1e-3),
 }
-Steps = Sequence[tuple[Work, float]]  # with their milliseconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,8 +160,10 @@ class Calibrations:
             self.added, sequence_us=self.hidden.sequence_us if self.hidden else 0.0
         )
         hidden = [max(work.streaming_ms, work.cycles_ms) for work in works]
-        least, most = sum(hidden), added.milliseconds(*works) * math.exp(added.error)
-        worlds = least, added.milliseconds(*works), hidden[0] + added.milliseconds(*works[1:])
+        all_added = added.milliseconds(*works)
+        least = sum(hidden)
+        most = all_added * math.exp(added.error)
+        worlds = least, all_added, hidden[0] + added.milliseconds(*works[1:])
         return Band(
             least=least, likely=math.sqrt(least * most), most=most, open=True, worlds=worlds
         )
@@ -184,9 +185,11 @@ def band_ratio(slow: Band, fast: Band) -> Band:
 
     Errors are mostly common to both, so the programs are compared within each scenario.
     """
-    likely, is_open = slow.likely / fast.likely, slow.open and fast.open
-    ends = [a / b for a, b in zip(slow.worlds, fast.worlds, strict=True)] or [likely]
-    ends += [] if is_open else [likely]
+    likely = slow.likely / fast.likely
+    is_open = slow.open and fast.open
+    ends = [a / b for a, b in zip(slow.worlds, fast.worlds, strict=True)]
+    if not (ends and is_open):
+        ends.append(likely)
     return Band(least=min(ends), likely=likely, most=max(ends), open=is_open)
 
 
@@ -215,56 +218,40 @@ def held_out(by: str) -> list[tuple[Measurement, Band]]:
     Args:
       by: "layout" or "source".
     """
-    rows, found = published(), []
+    rows = published()
+    found = []
     for name in sorted({getattr(row, by) for row in rows}):
         fits = fit_published(tuple(row for row in rows if getattr(row, by) != name))
-        left = [row for row in rows if getattr(row, by) == name and row.kind == "step"]
-        found += [(row, fits.of_row(row)) for row in left]
+        found += [
+            (row, fits.of_row(row))
+            for row in rows
+            if getattr(row, by) == name and row.kind == "step"
+        ]
     return found
 
 
-def steps_on(chip: str, rows: Sequence[Measurement]) -> Steps:
-    """Returns the work and the milliseconds of the measured steps of a chip."""
-    return [
-        (row.work(), row.milliseconds) for row in rows if row.kind == "step" and row.chip == chip
-    ]
+def steps_on(chip: str, rows: Sequence[Measurement]) -> list[Measurement]:
+    """Returns the measured steps of a chip."""
+    return [row for row in rows if row.kind == "step" and row.chip == chip]
 
 
 def fits_on(chip: str, rows: Sequence[Measurement]) -> list[Calibration]:
     """Fits the steps of TPU v4 as sums, of v5e for each overlap; none with too few steps or traced
     collectives.
     """
-    steps, traces = (
-        steps_on(chip, rows),
-        [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"],
-    )
+    steps = steps_on(chip, rows)
     base = Calibration(efficiency=1, call_ms=0, points=len(steps))
     if len(steps) < FEWEST_STEPS:
         return []
     if chip == ADDED_ON:
         return [fit(base, steps, "efficiency", "call_ms", "hop_us")]
-    if len({work.collective_hops for work, _ in traces}) < 2:
+    traces = [row for row in rows if row.kind == "collective"]
+    if len({row.work().collective_hops for row in traces}) < 2:
         return []
-    return fits_by_overlap(
-        fit(base, traces, "collective_us", "hop_us"), steps, "call_ms", "sequence_us", "efficiency"
-    )
-
-
-def fits_by_overlap(base: Calibration, steps: Steps, *names: str) -> list[Calibration]:
-    """Fits the named numbers for each overlap of `SHARES`."""
-    return [fit(dataclasses.replace(base, overlap=share), steps, *names) for share in SHARES]
-
-
-def nearly_best(fits: Sequence[Calibration], steps: Steps) -> list[Calibration]:
-    """Returns the fits whose root of the mean squared relative error on steps is at most `NEARLY`
-    times the least.
-    """
-    errors = [
-        math.sqrt(np.mean([(fit.milliseconds(work) / ms - 1) ** 2 for work, ms in steps]))
-        for fit in fits
-    ]
+    base = fit(base, traces, "collective_us", "hop_us")
     return [
-        fit for fit, error in zip(fits, errors, strict=True) if error <= NEARLY * min(errors) + 1e-9
+        fit(dataclasses.replace(base, overlap=share), steps, "call_ms", "sequence_us", "efficiency")
+        for share in SHARES
     ]
 
 
@@ -272,22 +259,35 @@ def _with_error(
     chip: str, rows: Sequence[Measurement]
 ) -> tuple[Calibration | None, tuple[Calibration, ...]]:
     """Returns the fit of a chip with its worst error on a layout that was left out, and the fits
-    nearly as good.
+    nearly as good: their root mean square of relative errors on steps is at most `NEARLY` times the
+    least.
     """
-    fits, steps, without, errors = fits_on(chip, rows), steps_on(chip, rows), [], []
-    for layout in sorted({row.layout for row in rows if row.kind == "step" and row.chip == chip}):
+    fits = fits_on(chip, rows)
+    steps = steps_on(chip, rows)
+    without = []
+    errors = []
+    for layout in sorted({row.layout for row in steps}):
         if rest := fits_on(chip, [row for row in rows if row.layout != layout]):
             without.append(rest[-1])
-            left = steps_on(chip, [row for row in rows if row.layout == layout])
-            errors += [abs(math.log(rest[-1].milliseconds(work) / ms)) for work, ms in left]
+            errors += [
+                abs(math.log(rest[-1].milliseconds(row.work()) / row.milliseconds))
+                for row in steps
+                if row.layout == layout
+            ]
     if not fits or not errors:
         return None, ()
-    nearly = nearly_best(fits, steps)
-    least = {"least_overlap": nearly[0].overlap, "error": max(errors), "layouts": len(without)}
-    return dataclasses.replace(fits[-1], **least), (*nearly, *without)
+    off_FN = [
+        [one.milliseconds(row.work()) / row.milliseconds - 1 for row in steps] for one in fits
+    ]
+    spread_F = np.sqrt(np.square(off_FN).mean(axis=1))
+    nearly = [fits[i] for i in np.flatnonzero(spread_F <= NEARLY * spread_F.min() + 1e-9)]
+    best = dataclasses.replace(
+        fits[-1], least_overlap=nearly[0].overlap, error=max(errors), layouts=len(without)
+    )
+    return best, (*nearly, *without)
 
 
-def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
+def fit(base: Calibration, rows: Sequence[Measurement], *names: str) -> Calibration:
     """Fits the named numbers by relative errors; all other numbers are of ``base``, and none is
     negative.
 
@@ -295,17 +295,14 @@ def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
     collectives show whole.
     """
     bare = dataclasses.replace(base, **{name: 0.0 for name in names if name != "efficiency"})
-    times, known = (
-        np.array([ms for _, ms in steps]),
-        np.array([bare.milliseconds(work) for work, _ in steps]),
+    works = [row.work() for row in rows]
+    times_N = np.array([row.milliseconds for row in rows])
+    known_N = np.array([bare.milliseconds(work) for work in works])
+    factors_NX = np.array(
+        [[getattr(work, COLUMNS[name][0]) * COLUMNS[name][1] for name in names] for work in works]
     )
-    columns = np.array(
-        [
-            [getattr(work, COLUMNS[name][0]) * COLUMNS[name][1] for name in names]
-            for work, _ in steps
-        ]
-    )
-    found = dict(zip(names, nnls(columns / times[:, None], (times - known) / times)[0].tolist()))
+    solved_X, _ = nnls(factors_NX / times_N[:, None], (times_N - known_N) / times_N)
+    found = dict(zip(names, solved_X.tolist()))
     if "efficiency" in found:  # streaming takes so much longer
         found["efficiency"] = base.efficiency / (1 + found["efficiency"])
     return dataclasses.replace(base, **found)

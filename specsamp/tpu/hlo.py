@@ -82,7 +82,8 @@ class Module:
         unknown type.
         """
         computations: dict[str, dict[str, Instruction]] = {}
-        entry, current = None, None
+        entry = None
+        current = None
         for line in text.splitlines():
             if line.startswith(("%", "ENTRY")) and line.endswith("{"):
                 current = _NAME.search(line).group(1)
@@ -101,44 +102,29 @@ class Module:
         """Returns how often a loop runs: the constant that its counter is compared with, None if
         that is data.
         """
-        condition = self.computations[loop.called("condition")]
-        root = next(x for x in condition.values() if x.is_root)
-        if root.opcode == "fusion":
-            constants = [condition[name] for name in root.operands if name in condition]
-            inner = self.computations[root.called("calls")]
-            compare = next((x for x in inner.values() if x.is_root), root)
-            constants += [x for x in inner.values() if x.opcode == "constant"]
-        else:
-            compare, constants = (
-                root,
-                [condition[name] for name in root.operands if name in condition],
-            )
-        bounds = [_value(x) for x in constants if x.opcode == "constant"]
-        if (
-            compare.opcode != "compare"
-            or "direction=LT" not in compare.attributes
-            or len(bounds) != 1
-        ):
-            return None
-        return bounds[0]
+        condition = loop.called("condition")
+        compare = self.root(condition)
+        body = self.computations[condition]
+        compared = [body[name] for name in compare.operands if name in body]
+        if compare.opcode == "fusion":
+            inner = compare.called("calls")
+            compare = self.root(inner)
+            compared += self.computations[inner].values()
+        bounds = [x.operands[0] for x in compared if x.opcode == "constant"]
+        is_below = compare.opcode == "compare" and "direction=LT" in compare.attributes
+        is_number = len(bounds) == 1 and bounds[0].lstrip("-").isdecimal()
+        return int(bounds[0]) if is_below and is_number else None
 
-    def branches(self, op: Instruction) -> Iterator[str]:
-        """Yields the names of the computations that a conditional chooses from."""
+    def root(self, computation: str) -> Instruction:
+        """Returns the instruction whose result is that of a computation."""
+        return next(x for x in self.computations[computation].values() if x.is_root)
+
+    def branches(self, op: Instruction) -> list[str]:
+        """Returns the names of the computations that a conditional chooses from."""
         names = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
         if names:
-            yield from _NAME.findall(names.group(1))
-        else:
-            yield op.called("true_computation")
-            yield op.called("false_computation")
-
-
-def _value(constant: Instruction) -> int | None:
-    """Returns the integer of a constant, None for other constants."""
-    return (
-        int(constant.operands[0])
-        if constant.operands and constant.operands[0].lstrip("-").isdecimal()
-        else None
-    )
+            return _NAME.findall(names.group(1))
+        return [op.called("true_computation"), op.called("false_computation")]
 
 
 def _instruction(line: str) -> Instruction:
@@ -146,7 +132,8 @@ def _instruction(line: str) -> Instruction:
     left, _, right = line.strip().partition(" = ")
     end = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
     match = _OPCODE.search(right, end)
-    opcode, start = match.group(1), match.end() - 1
+    opcode = match.group(1)
+    start = match.end() - 1
     close = _closing(right, start)
     inside = right[start + 1 : close]
     # Constants and parameters have their value or number here, everything else names of values.

@@ -81,18 +81,15 @@ class KernelCheck:
         Products of the plain form and of the kernels are exact to float32.
         """
         operands = self.draw()
+
+        def leaves_of(kernels):
+            made = jax.jit(functools.partial(self.compute, kernels))(*operands)
+            return [np.asarray(x, np.float32) for x in jax.tree.leaves(made)]
+
         with jax.default_matmul_precision("highest"):
-            made = [
-                jax.jit(functools.partial(self.compute, each))(*operands)
-                for each in (kernels, None)
-            ]
-        found, expected = (
-            [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)] for tree in made
-        )
-        pairs = zip(found, expected, strict=True)
-        return float(
-            np.max([np.abs(ours - plain).max() / np.abs(plain).max() for ours, plain in pairs])
-        )
+            pairs = zip(leaves_of(kernels), leaves_of(None), strict=True)
+        ratios = [np.abs(ours - plain).max() / np.abs(plain).max() for ours, plain in pairs]
+        return float(np.max(ratios))
 
 
 def _drawn(*shape: int, seed: int, dtype: str = "float32") -> Array:
@@ -119,12 +116,11 @@ def _attention(
     has_distances: bool = False,
     has_sinks: bool = False,
     tree: TreeShape | None = None,
-    **options: Any,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> KernelCheck:
-    """Attends with ``group`` queries for each kv head and token; ``options`` are a window and a
-    cap.
-    """
-    window, cap, heads = options.get("window"), options.get("cap"), kv_heads * group
+    """Attends with ``group`` queries for each kv head and token."""
+    heads = kv_heads * group
 
     def draw():
         q_BNTH = _drawn(3, heads, length, size, seed=1, dtype=dtype)
@@ -138,9 +134,14 @@ def _attention(
         is_paired = kernels is not None and size == PAIRED_SIZE
         cache = CACHES[is_paired, "int8" if in_int8 else None].of(k_BMSH, v_BMSH)
         cache = dataclasses.replace(cache, kernels=kernels)
-        sinks_N = _drawn(heads, seed=5) if has_sinks else None
-        options = dict(scale=0.1, distances_BNTS=distances_BNTS, cap=cap, sinks_N=sinks_N)
-        return cache.attend(q_BNTH, visible, **options)
+        return cache.attend(
+            q_BNTH,
+            visible,
+            scale=0.1,
+            distances_BNTS=distances_BNTS,
+            cap=cap,
+            sinks_N=_drawn(heads, seed=5) if has_sinks else None,
+        )
 
     return KernelCheck(
         kernel=decode_attention.NAME, what=what, draw=draw, compute=compute, near=NEAR[dtype]
@@ -152,11 +153,12 @@ def _rows(dtype: str, length: int) -> KernelCheck:
     slots = 384
 
     def draw():
-        old, new = (
-            tuple((20 * _drawn(3, 2, count, SIZE, seed=seed)).astype(dtype) for seed in seeds)
-            for count, seeds in ((slots, (1, 2)), (length, (3, 4)))
-        )
-        return old, new, _ragged(slots, length)
+        def two(count):
+            return tuple(
+                (20 * _drawn(3, 2, count, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)
+            )
+
+        return two(slots), two(length), _ragged(slots, length)
 
     def compute(kernels, old, new, start_B):
         if kernels is not None:
@@ -174,8 +176,16 @@ def _experts(
 ) -> KernelCheck:
     """Mixes two of four experts, in several parts of their width."""
     experts = ExpertsConfig(num_experts=4, experts_per_token=2, width=768, **more)
-    sizes = {"vocab_size": 64, "width": width, "num_layers": 1, "num_heads": 8}
-    config = TransformerConfig(**sizes, dtype=dtype, gated=True, activation="silu", experts=experts)
+    config = TransformerConfig(
+        vocab_size=64,
+        width=width,
+        num_layers=1,
+        num_heads=8,
+        dtype=dtype,
+        gated=True,
+        activation="silu",
+        experts=experts,
+    )
 
     def draw():
         stacked = {
@@ -212,11 +222,9 @@ def _norms_and_rotation(dtype: str) -> KernelCheck:
         return tuple(apply_rope(normalise(config, x, scale_H), *angles) for x in (q_BNTH, k_BMTH))
 
     def compute(kernels, *operands):
-        return (
-            turn(*operands)
-            if kernels is None
-            else kernels.fuse(turn, operands, ("heads", "kv_heads"))
-        )
+        if kernels is not None:
+            return kernels.fuse(turn, operands, ("heads", "kv_heads"))
+        return turn(*operands)
 
     what = f"norms and rotation in {dtype}"
     return KernelCheck(kernel=common.SMALL, what=what, draw=draw, compute=compute, near=NEAR[dtype])

@@ -36,40 +36,39 @@ def count_attention(
     # Queries come first, then keys and values, apart or as pairs; sinks have one entry a row.
     _, *arrays = (x for x in given if len(x.sizes) == 4 and x.sizes[3] > 1)
     caches = [x for x in arrays if x.sizes == arrays[0].sizes]
-    (batch, kv_heads, slots, size), others = caches[0].sizes, arrays[len(caches) :]
+    others = arrays[len(caches) :]
+    batch, kv_heads, slots, size = caches[0].sizes
     heads, block = decode_attention.block_shape(
         kv_heads, slots, size * len(caches) // 2, itemsize(caches[0])
     )
     share = decode_attention.fetched_share(live, slots, block)
-    moved = (
+    read = sum(
         x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0)
         for x in given
         if x.in_hbm
     )
-    read, is_tree = sum(moved), sum(len(x.sizes) == 3 for x in given) > 1
+    is_tree = sum(len(x.sizes) == 3 for x in given) > 1
     # The windows of distances of two blocks overlap.
     if len(others) % 2 and not is_tree and others[0].in_hbm:
         read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
     # The last list of the schedule has an entry for each part of the batch; all have the steps of
     # the longest.
     *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)
-    return (
-        read,
-        op.hbm_bytes,
-        kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block,
-    )
+    steps = kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block
+    return read, op.hbm_bytes, steps
 
 
 def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads and writes the tiles that hold new slots, of each cache, and reads the new slots."""
     starts, *rest = given
-    new, caches = rest[: len(op.arrays)], rest[len(op.arrays) :]
-    moved, steps = 0.0, 0.0
+    new = rest[: len(op.arrays)]
+    caches = rest[len(op.arrays) :]
+    moved = 0.0
     for x, cache in zip(new, caches, strict=True):
         tile = append_rows.tile_slots(itemsize(cache))
         moved += cache.bytes * append_rows.most_tiles(x.sizes[2], tile) * tile / cache.sizes[2]
-        steps = cache.sizes[0]
-    return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved, steps
+    read = sum(x.bytes for x in (starts, *new) if x.in_hbm)
+    return moved + read, moved, caches[0].sizes[0]
 
 
 def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
@@ -95,14 +94,10 @@ def count_experts(
     *others, gate, up, down = given
     here, inner, width = gate.sizes
     experts = expected_steps(op.scope)
-    read = sum(x.bytes for x in (gate, up, down)) * experts / here + sum(
-        x.bytes for x in others if x.in_hbm
-    )
-    return (
-        read,
-        op.hbm_bytes,
-        experts * inner / mix_experts.part_width(inner, width, itemsize(gate)),
-    )
+    read = (gate.bytes + up.bytes + down.bytes) * experts / here
+    read += sum(x.bytes for x in others if x.in_hbm)
+    steps = experts * inner / mix_experts.part_width(inner, width, itemsize(gate))
+    return read, op.hbm_bytes, steps
 
 
 def itemsize(x: Array) -> int:

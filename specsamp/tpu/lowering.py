@@ -66,6 +66,11 @@ class Programs:
     inside: bool = False
 
     @property
+    def shards(self) -> DataShards:
+        """Returns the split of the rows over the mesh."""
+        return DataShards(self.mesh)
+
+    @property
     def head(self) -> Head | None:
         """Returns the head that drafts; None: a model does."""
         return self.draft.model.head if isinstance(self.draft.model, HeadModel) else None
@@ -96,45 +101,46 @@ class Programs:
         hold something. Of experts the expected choice counts.
         """
         weights = self.weights(model)
-        rows = self.batch // DataShards(self.mesh).count
-        matrices = [
+        rows = self.batch // self.shards.count
+        read = [
             *model.matrices_read(weights, rows * tokens),
             (weights.get("relative_keys"), live),
+            (self.cache(model), live),
         ]
-        return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(
-            self.cache(model)
-        )
+        return sum(share * _size(tree) for tree, share in read)
 
     def floor_of_round(self, size: int | TreeShape, live: float = 1.0) -> float:
         """Returns the sum of the floors of a round's calls, and of the matrices that fuse features,
         in bytes per device.
         """
-        fused = (
-            ()
-            if self.head is None
-            else [self.draft_weights()["params"][name] for name in self.head.config.fused]
-        )
-        drafts = self.draft_calls(size) * self.floor(self.draft, live)
-        return self.floor(self.target, live, tokens=scored_rows(size)) + drafts + _size(fused)
+        floor = self.floor(self.target, live, tokens=scored_rows(size))
+        floor += self.draft_calls(size) * self.floor(self.draft, live)
+        if self.head is not None:
+            params = self.draft_weights()["params"]
+            floor += _size([params[name] for name in self.head.config.fused])
+        return floor
 
     def bytes_of_state(self) -> tuple[int, int]:
         """Returns the bytes per device of weights, and of caches, of the target and of
         the draft.
         """
         weights = self.weights(self.target), self.draft_weights()
-        return _size(weights), _size((self.cache(self.target), self.draft_cache()))
+        caches = self.cache(self.target), self.draft_cache()
+        return _size(weights), _size(caches)
 
     def draft_weights(self) -> Any:
         """Returns the shapes of the draft's own weights in a round, sharded."""
         if self.inside:
             return None
-        return self.weights(self.draft) if self.head is None else self.weights(self.draft)["head"]
+        weights = self.weights(self.draft)
+        return weights if self.head is None else weights["head"]
 
     def draft_cache(self) -> Any:
         """Returns the shapes of the draft's cache, sharded; an early exit has none."""
         if self.inside:
             return ()
-        return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]
+        cache = self.cache(self.draft)
+        return cache if self.head is None else cache["cache"]
 
     def call(
         self,
@@ -155,13 +161,11 @@ class Programs:
             output = model(weights, tokens_BT, start_B, cache, **options)
             return output.logits_BTV, output.cache
 
-        split = DataShards(self.mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
+        split = self.shards.map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
         sizes = (self.batch, tokens), (self.batch,)
-        tokens_BT, start_B = self._by_rows(
-            [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
-        )
+        given = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
         return jax.jit(split, donate_argnums=3).lower(
-            self.weights(model), tokens_BT, start_B, self.cache(model)
+            self.weights(model), *given, self.cache(model)
         )
 
     def round(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
@@ -173,15 +177,12 @@ class Programs:
             drafter=self.drafter(size),
             rule=rule,
             window=WINDOW,
-            shards=DataShards(self.mesh),
+            shards=self.shards,
         )
         weights = Weights(target=self.weights(self.target), draft=self.draft_weights())
+        limits = [self.slots] * self.batch
         request = self._by_rows(
-            jax.eval_shape(
-                lambda: RequestBatch.create(
-                    sampling=self.sampling, limits=[self.slots] * self.batch
-                )
-            )
+            jax.eval_shape(lambda: RequestBatch.create(sampling=self.sampling, limits=limits))
         )
         # Sharded models use the devices of their mesh even to compute shapes.
         bare = dataclasses.replace(
@@ -190,19 +191,19 @@ class Programs:
             drafter=self.drafter(size, is_sharded=False),
             shards=DataShards(),
         )
-        prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
+        prompt = jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32)
         state = jax.eval_shape(
             lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request
         )
         drafter_state = self.draft_cache()
         if self.head is not None and not self.head.config.drafts_blocks:
-            rest = self._by_rows(dataclasses.replace(state.drafter_state, cache=None))
-            drafter_state = dataclasses.replace(rest, cache=drafter_state)
-        state = self._by_rows(
+            features = self._by_rows(dataclasses.replace(state.drafter_state, cache=None))
+            drafter_state = dataclasses.replace(features, cache=drafter_state)
+        rest = self._by_rows(
             dataclasses.replace(state, cache=None, drafter_state=None, request=None)
         )
         state = dataclasses.replace(
-            state, cache=self.cache(self.target), drafter_state=drafter_state
+            rest, cache=self.cache(self.target), drafter_state=drafter_state
         )
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
 
@@ -229,13 +230,8 @@ class Programs:
             return sized(
                 EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW
             )
-        return sized(
-            ModelDrafter,
-            ModelTree,
-            size,
-            self.draft if is_sharded else self.draft.model,
-            window=WINDOW,
-        )
+        draft = self.draft if is_sharded else self.draft.model
+        return sized(ModelDrafter, ModelTree, size, draft, window=WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""
@@ -262,7 +258,7 @@ def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
     """
     if isinstance(model.model, HeadModel) and model.model.head.config.drafts_blocks:
         return (model.model.head.config.block_size,)
-    several = programs.batch > DataShards(programs.mesh).count
+    several = programs.batch > programs.shards.count
     return (1, *STEP_WINDOWS) if several or model.config.experts else STEP_WINDOWS
 
 
@@ -323,11 +319,13 @@ class HeadModel(LanguageModel):
         """See `LanguageModel.matrices_read`. A step does not read the matrices of `Head.fuse`; a
         round does.
         """
-        params, of_target = weights["head"]["params"], weights["target"]["params"]
+        config = self.head.config
+        of_head = weights["head"]["params"]
+        of_target = weights["target"]["params"]
         matrices = jax.tree.leaves(
-            [part for name, part in params.items() if self.head.config.is_read_by_a_step(name)]
+            [part for name, part in of_head.items() if config.is_read_by_a_step(name)]
         )
-        if not self.head.config.own_output:
+        if not config.own_output:
             matrices.append(of_target.get(OUTPUT_EMBEDDING, of_target["embedding"]))
         return [(matrix, 1.0) for matrix in matrices if matrix.ndim >= 2]
 
@@ -335,12 +333,10 @@ class HeadModel(LanguageModel):
         return {"head": self.head.weight_axes(), "target": self.target.weight_axes()}
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        layer, room = (
-            self.config,
-            self.head.config.block_size if self.head.config.drafts_blocks else 0,
-        )
-        features_BD = jnp.zeros((batch, layer.width), layer.compute_dtype)
-        return {"cache": self.head.init_cache(batch, slots + room), "features_BD": features_BD}
+        if self.head.config.drafts_blocks:
+            slots += self.head.config.block_size
+        features_BD = jnp.zeros((batch, self.config.width), self.config.compute_dtype)
+        return {"cache": self.head.init_cache(batch, slots), "features_BD": features_BD}
 
     def cache_axes(self) -> Any:
         return {"cache": self.head.cache_axes(), "features_BD": PartitionSpec("batch", None)}
@@ -355,7 +351,8 @@ class HeadModel(LanguageModel):
         hidden_layers: Any = (),
         block: Any = None,
     ) -> Output:
-        head, given = self.head, weights["head"]
+        head = self.head
+        given = weights["head"]
         of_target = functools.partial(self.target.unembed_normed, weights["target"])
         if head.config.drafts_blocks:
             start_B1 = start_B[:, None]
@@ -366,10 +363,7 @@ class HeadModel(LanguageModel):
             logits_BTU = head.logits(given, rows_BTD[:, head.config.first_row :], of_target)
             logits_BTV = head.expand(given, logits_BTU, self.target.kernels)
             return Output(logits_BTV=logits_BTV, cache=cache | {"cache": of_head})
-        if head.config.own_embedding:
-            embedded_BTD = head.embed(given, tokens_BT)
-        else:
-            embedded_BTD, _ = self.target.embed(weights["target"], tokens_BT, start_B, None)
+        embedded_BTD = head.embed_tokens(given, self.target, weights["target"], tokens_BT, start_B)
         features_BTD = jnp.repeat(cache["features_BD"][:, None], tokens_BT.shape[1], axis=1)
         features_BTD, of_head = head(given, embedded_BTD, features_BTD, start_B - 1, cache["cache"])
         logits_BTU = head.logits(given, features_BTD, of_target)

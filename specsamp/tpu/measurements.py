@@ -79,7 +79,7 @@ class Measurement:
         """Chip, slice and parallelism; rows with the same are left out of a fit together."""
         return f"{self.chip} {self.slice}, tensor {self.tensor} x data {self.data}"
 
-    @property
+    @functools.cached_property
     def chips(self) -> tuple[int, ...]:
         """Chips of one replica along each axis."""
         extent = 1, *map(int, self.slice.split("x"))

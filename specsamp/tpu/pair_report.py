@@ -23,13 +23,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specsamp import validate
 from specsamp.analysis.costs import CostTable
-from specsamp.analysis.report import Table
-from specsamp.decoding.data_shards import DataShards
+from specsamp.analysis.report import Say, Table, silent
 from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.torus import find_boxes
 from specsamp.sampling.rules import Rule
@@ -64,22 +63,16 @@ class Report:
         step and a round.
         """
 
-        def known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                field.name: fields[field.name]
-                for field in dataclasses.fields(kind)
-                if field.name in fields
-            }
+        def make(kind, fields):
+            names = {field.name for field in dataclasses.fields(kind)}
+            return kind(**{name: fields[name] for name in names & fields.keys()})
 
         try:
             programs = tuple(
-                Program(
-                    **known(Program, entry)
-                    | {"memory": entry["memory"] and Memory(**entry["memory"])}
-                )
+                make(Program, entry | {"memory": entry["memory"] and Memory(**entry["memory"])})
                 for entry in report["programs"]
             )
-            compiled = cls(**known(cls, report) | {"programs": programs})
+            compiled = make(cls, {**report, "programs": programs})
             compiled["target step"], compiled["round"]
         except (KeyError, TypeError, StopIteration) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -109,7 +102,8 @@ class Report:
 
     def works(self, name: str) -> tuple[Work, ...]:
         """Returns the work of each call of a program; a round is split into its calls."""
-        program, (chip, sizes) = self[name], parse(self.topology)
+        program = self[name]
+        chip, sizes = parse(self.topology)
         target_devices = math.prod(self.mesh.values()) // self.mesh["data"]
         copy_box, model_box = find_boxes((chip.devices, *sizes), target_devices, self.mesh["model"])
         far = copy_box[1:]  # chips along each axis
@@ -133,7 +127,7 @@ def compile_report(
     size: int | TreeShape,
     rule: Rule,
     names: Sequence[str] = NAMES,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Say = silent,
 ) -> Report:
     """Compiles the programs of a pair and counts what they move.
 
@@ -146,7 +140,17 @@ def compile_report(
       ValueError: a model does not divide over the mesh, or the batch over its data shards; K below
         1, or slots for fewer tokens than a round has, or for more than a model can read.
     """
-    _check(programs, size)
+    models = programs.target, programs.draft
+    validate.integer("draft_length", scored_rows(size) - 1, 1)
+    most = min((model.max_positions for model in models if model.max_positions), default=2**31)
+    validate.integer("slots", programs.slots, max(scored_rows(size), 16), most + 1)
+    count = programs.shards.count
+    if programs.batch % count:
+        raise ValueError(
+            f"batch {programs.batch} does not divide over {count} shards of the data axis"
+        )
+    for model in models:
+        programs.floor(model)  # refuses models that do not divide over the mesh
     found = [_compiled(programs, name, topology, size, rule, progress) for name in names]
     layout = programs.draft.layout
     return Report(
@@ -162,53 +166,45 @@ def compile_report(
     )
 
 
-def _check(programs: Programs, size: int | TreeShape) -> None:
-    """Refuses sizes that do not divide over the mesh, or do not fit, before compilation."""
-    models = programs.target, programs.draft
-    validate.integer("draft_length", scored_rows(size) - 1, 1)
-    most = min((model.max_positions for model in models if model.max_positions), default=2**31)
-    validate.integer("slots", programs.slots, max(scored_rows(size), 16), most + 1)
-    shards = DataShards(programs.mesh)
-    if programs.batch % shards.count:
-        raise ValueError(
-            f"batch {programs.batch} does not divide over {shards.count} shards of the data axis"
-        )
-    for model in models:
-        programs.floor(model)
-
-
 def _compiled(
     programs: Programs,
     name: str,
     topology: str,
     size: int | TreeShape,
     rule: Rule,
-    progress: Callable[[str], None],
+    progress: Say,
 ) -> Program:
     """Compiles and measures the program of a name; of several windows for one token, the fastest
     counts.
     """
-    scored, tree = (
-        scored_rows(size),
-        size if isinstance(size, TreeShape) and name == "score" else None,
-    )
+    scored = scored_rows(size)
     if name == "round":
         progress(f"round, {scored} tokens")
-        floor, lowered = (
+        drafts = programs.draft_calls(size)
+        return measure_program(
+            name,
+            scored,
             functools.partial(programs.floor_of_round, size),
             functools.partial(programs.round, size, rule),
-        )
-        drafts = programs.draft_calls(size)
-        layers = programs.target.config.num_layers + drafts * programs.draft.config.num_layers
-        return measure_program(
-            name, scored, floor, lowered, topology, layers=layers, calls=drafts + 1
+            topology,
+            layers=programs.target.config.num_layers + drafts * programs.draft.config.num_layers,
+            calls=drafts + 1,
         )
     model = programs.draft if name.startswith("draft") else programs.target
-    new = (
-        1 if name.endswith("step") else scored if name == "score" else min(PREFILL, programs.slots)
-    )
-    floor, found = functools.partial(programs.floor, model, tokens=new), []
-    for tokens in step_windows(programs, model) if name.endswith("step") else (new,):
+    tree = None
+    if name.endswith("step"):
+        new = 1
+        fed = step_windows(programs, model)
+    elif name == "score":
+        new = scored
+        fed = (scored,)
+        tree = size if isinstance(size, TreeShape) else None
+    else:
+        new = min(PREFILL, programs.slots)
+        fed = (new,)
+    floor = functools.partial(programs.floor, model, tokens=new)
+    found = []
+    for tokens in fed:
         progress(f"{name}, {tokens} tokens")
         is_prompt = name.endswith("prefill")
         lowered = functools.partial(programs.call, model, tokens, tree, is_prompt=is_prompt)
@@ -270,27 +266,19 @@ def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     )
     most = max(int((USABLE * device - weights) // (caches / report.batch)), 0)
     most -= most % report.mesh["data"]
-    held = (
-        f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of "
-        f"{device / GIB:.0f} GiB"
-    )
-    held += (
-        f"; before temporaries {most} sequences of {report.slots} slots fit on all devices together"
-    )
-    rows = [_traffic(program) for program in report.programs]
     made = [
         Table.of(
             f"One call on one device: {where} (compiler estimate)",
-            rows,
-            note=f"{held}; the round is draft, score, verify, commit",
+            [_traffic(program) for program in report.programs],
+            note=f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of "
+            f"{device / GIB:.0f} GiB; before temporaries {most} sequences of {report.slots} slots "
+            "fit on all devices together; the round is draft, score, verify, commit",
         )
     ]
-    fitting = [program for program in report.programs if program.memory is not None]
-    if fitting:
+    if fitting := [program for program in report.programs if program.memory is not None]:
+        rows = [_times(report, program) for program in fitting]
         note = basis(report.calibrated_ms(fitting[0].name).open)
-        made.append(
-            Table.of("Milliseconds", [_times(report, program) for program in fitting], note=note)
-        )
+        made.append(Table.of("Milliseconds", rows, note=note))
     for program in report.programs:
         if program.out_of_memory:
             lines = [{"the compiler says": line} for line in program.out_of_memory.splitlines()]
@@ -333,7 +321,8 @@ def _times(report: Report, p: Program) -> dict[str, str]:
 
 def faster(found: Band) -> str:
     """Formats how much faster one program is than another."""
-    least, most = two_digits(found.least), two_digits(found.most)
+    least = two_digits(found.least)
+    most = two_digits(found.most)
     if least == most:
         return f"{least}x"
     return (

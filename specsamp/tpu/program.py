@@ -18,6 +18,7 @@ from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
 from specsamp.tpu.work import Work, hops, wire_ms
 
+MOST_LINES = 24  # of a message of the compiler: eight buffers
 USABLE = 0.98  # share of the memory of a chip that programs can have
 
 
@@ -172,11 +173,10 @@ def measure_program(
     )
 
 
-def largest_buffers(message: str, most: int = 8) -> str:
+def largest_buffers(message: str) -> str:
     """Picks the lines of the compiler's message with the missing bytes and the largest buffers."""
     wanted = re.compile(
         r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I
     )
-    return "\n".join(
-        [line.strip() for line in message.splitlines() if wanted.search(line)][: 3 * most]
-    )
+    lines = [line.strip() for line in message.splitlines() if wanted.search(line)]
+    return "\n".join(lines[:MOST_LINES])

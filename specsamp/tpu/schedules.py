@@ -43,7 +43,9 @@ class Schedule:
         a step, of ``passes``, twice.
         """
         count = collections.Counter(map(len, _BUNDLE.findall(text)))
-        once, in_loop, inner = count[0], count[1], count.total() - count[0] - count[1]
+        once = count[0]
+        in_loop = count[1]
+        inner = count.total() - count[0] - count[1]
         # Every kernel reads its core's number once; one whose steps are shared by cores does in its
         # loop, too.
         cores = 2 if re.search(r"^.*: *>.*core id", text, re.M) else 1

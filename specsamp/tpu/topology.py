@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,19 +79,13 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
     """Splits a topology such as "v4:2x2x4" into the chip and the number of chips along each axis,
     or raises ValueError.
     """
-    name, _, shape = topology.partition(":")
-    sizes = tuple(int(size) for size in shape.split("x") if size.isdecimal())
-    if (
-        name not in CHIPS
-        or shape.count("x") != len(sizes) - 1
-        or not all(sizes)
-        or len(sizes) not in (2, 3)
-    ):
+    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})", topology, re.ASCII)
+    if match is None or match[1] not in CHIPS:
         chips = ", ".join(CHIPS)
         raise ValueError(
             f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}"
         )
-    return CHIPS[name], sizes
+    return CHIPS[match[1]], tuple(map(int, match[2].split("x")))
 
 
 def topology_of(devices: Sequence[Any]) -> str:
@@ -101,9 +96,8 @@ def topology_of(devices: Sequence[Any]) -> str:
     if kind not in KINDS:
         raise ValueError(f"no TPU that is known here: {kind!r}; known are {', '.join(KINDS)}")
     chip = KINDS[kind]
-    sizes = [
-        max(places) - min(places) + 1 for places in zip(*(device.coords for device in devices))
-    ]
+    axes = zip(*(device.coords for device in devices))
+    sizes = [max(places) - min(places) + 1 for places in axes]
     return f"{chip}:{'x'.join(map(str, sizes[:2] if chip in FLAT else sizes))}"
 
 

@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specsamp.models.experts import expected_steps
-from specsamp.tpu.hlo import Array, Instruction, Module
+from specsamp.tpu.hlo import Instruction, Module
 from specsamp.tpu.kernels import kernel_of
 from specsamp.tpu.schedules import Schedule
 
@@ -177,6 +177,8 @@ class Tally:
         operands = _operands(op, body)
         on_host = any(array.on_host for x in (op, *operands) for array in x.arrays)
         total.host_transfers += base in HOST or on_host or "is_host_transfer=true" in op.attributes
+        read = sum(x.hbm_bytes for x in operands)
+        written = op.hbm_bytes
         if base in COLLECTIVES:
             # The type of a start also has its operands and flags; that of its end has the results.
             ends = (
@@ -185,13 +187,15 @@ class Tally:
             delivered = next(ends, op)
             total.collectives[base] += 1
             total.collective_bytes[base] += delivered.bytes
-            read, written = sum(x.hbm_bytes for x in operands), delivered.hbm_bytes
+            written = delivered.hbm_bytes
         elif op.opcode in ("copy-start", "slice-start"):
             if "cross_program_prefetch_index" in op.attributes and _fetched_again(op, body):
                 return
-            source = operands[0].hbm_bytes > 0
-            target = _delivered(op, operands)
-            read, written = target.bytes * source, target.bytes * target.in_hbm
+            # One of the arrays of the start is its result.
+            result = 0 if op.opcode == "copy-start" else len(operands[0].arrays)
+            delivered = op.arrays[result]
+            read = delivered.bytes * (operands[0].hbm_bytes > 0)
+            written = delivered.bytes * delivered.in_hbm
         elif op.opcode == "fusion":
             read, written = self.fusion(op, operands)
         elif op.opcode == "custom-call" and (count := kernel_of(op)):
@@ -201,11 +205,10 @@ class Tally:
                 total.cycles += cycles
                 total.kernel_cycles += cycles
         elif op.opcode == "dynamic-update-slice":
-            read, written = operands[1].hbm_bytes, operands[1].bytes * (op.hbm_bytes > 0)
+            read = operands[1].hbm_bytes
+            written = operands[1].bytes * (op.hbm_bytes > 0)
         elif op.opcode in SLICES:
-            read, written = op.bytes * (operands[0].hbm_bytes > 0), op.hbm_bytes
-        else:
-            read, written = sum(x.hbm_bytes for x in operands), op.hbm_bytes
+            read = op.bytes * (operands[0].hbm_bytes > 0)
         if base == "copy" and written >= LARGE and _origin(operands[0], body).hbm_bytes > 0:
             total.copies.append((op.scope or op.name, written))
         total.read += read
@@ -213,11 +216,10 @@ class Tally:
 
     def fusion(self, op: Instruction, operands: list[Instruction]) -> tuple[float, float]:
         """Returns the bytes that a fusion reads from HBM, and the bytes that it writes there."""
-        inner = self.module.computations[op.called("calls")]
-        read = sum(
-            min(taken, x.hbm_bytes) for taken, x in zip(self.taken(op.called("calls")), operands)
-        )
-        root = next(x for x in inner.values() if x.is_root)
+        called = op.called("calls")
+        inner = self.module.computations[called]
+        read = sum(min(taken, x.hbm_bytes) for taken, x in zip(self.taken(called), operands))
+        root = self.module.root(called)
         results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         if len(results) != len(op.arrays):
             return read, op.hbm_bytes
@@ -225,11 +227,8 @@ class Tally:
         for array, result in zip(op.arrays, results):
             updates = 0.0
             while result.opcode in ("bitcast", "dynamic-update-slice"):
-                updates += (
-                    inner[result.operands[1]].bytes
-                    if result.opcode == "dynamic-update-slice"
-                    else 0.0
-                )
+                if result.opcode == "dynamic-update-slice":
+                    updates += inner[result.operands[1]].bytes
                 result = inner[result.operands[0]]
             # An update of anything else writes all of it.
             in_place = updates > 0 and result.opcode == "parameter"
@@ -278,11 +277,6 @@ def _operands(op: Instruction, body: dict[str, Instruction]) -> list[Instruction
 
 def _signature(op: Instruction, operands: list[Instruction]) -> Any:
     return op.name.partition(".")[0], op.arrays, *[x.arrays for x in operands]
-
-
-def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
-    """Returns the result of an asynchronous copy or slice, one of the arrays of its start."""
-    return op.arrays[0] if op.opcode == "copy-start" else op.arrays[len(operands[0].arrays)]
 
 
 def _fetched_again(op: Instruction, body: dict[str, Instruction]) -> bool:

@@ -56,7 +56,8 @@ def wire_ms(carried: float, chips: Sequence[int], link_bytes_per_second: float) 
     Bytes of an all-reduce count twice. Each axis has links in both directions; the rate is that of
     one link, one way.
     """
-    count, axes = math.prod(chips), sum(size > 1 for size in chips)
+    count = math.prod(chips)
+    axes = sum(size > 1 for size in chips)
     return carried * (count - 1) / count / (2 * axes * link_bytes_per_second) * 1e3 if axes else 0.0
 
 
@@ -177,14 +178,9 @@ class Roofline(Costs):
     devices: int = 1
     default_context: int = 1024
 
-    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        context = self.default_context if context is None else context
-        scored = self.call_ms(self.target, draft_length + 1, batch, context)
-        return scored + draft_length * self.call_ms(self.draft, 1, batch, context)
-
     def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
         context = self.default_context if context is None else context
-        level = math.ceil((rows - 1) / depth)  # nodes of a level, on average
+        level = math.ceil((rows - 1) / max(depth, 1))  # nodes of a level, on average
         drafted = depth * self.call_ms(self.draft, level, batch, context)
         return self.call_ms(self.target, rows, batch, context) + drafted
 
@@ -192,10 +188,13 @@ class Roofline(Costs):
         """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch``
         sequences.
         """
-        dtypes = {
-            "weights": model.weight_dtype or model.dtype,
-            "cache": model.cache_dtype or model.dtype,
-        }
-        sizes = {"rows": batch, "context": context, "tokens": tokens}
-        work = Shape.of(model).call(CHIPS[self.chip], (self.devices,), **sizes, **dtypes)
+        work = Shape.of(model).call(
+            CHIPS[self.chip],
+            (self.devices,),
+            rows=batch,
+            context=context,
+            tokens=tokens,
+            weights=model.weight_dtype or model.dtype,
+            cache=model.cache_dtype or model.dtype,
+        )
         return max(work.streaming_ms, work.cycles_ms)
