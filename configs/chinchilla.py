@@ -15,7 +15,7 @@ acceptance and speedup are not.
 
 import math
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from configs import common
 from specsamp.mesh import slices
@@ -27,40 +27,41 @@ WEIGHT_BYTES = 2 * 74.2e9  # of both, in bfloat16
 
 
 def get_config(argument: str = PAPER) -> ConfigDict:
-    words = [word for word in argument.split(",") if word]
+    words = {word for word in argument.split(",") if word}
     tiny, greedy = "tiny" in words, "greedy" in words
-    batches = [word.removeprefix("batch=") for word in words if word.startswith("batch=")]
-    names = [
-        word for word in words if word not in ("tiny", "greedy") and not word.startswith("batch=")
-    ]
+    batches = {word for word in words if word.startswith("batch=")}
+    names = words - batches - {"tiny", "greedy"}
     if len(names) + tiny > 1 or len(batches) > 1:
         raise ValueError(f"{argument!r} names more than one slice or batch, such as v4-32,batch=8")
-    if not all(batch.isdecimal() and int(batch) >= 1 for batch in batches):
-        raise ValueError(f"batch must be a positive integer; got {batches[0]!r}")
-    found = None if tiny else slices.find(names[0] if names else PAPER)
-    devices = 1 if found is None else found.devices
+    found = None if tiny else slices.find(min(names, default=PAPER))
+    devices = 1 if tiny else found.devices
     per_copy = math.gcd(devices, MOST_DEVICES)
-    if (
-        found is not None
-        and WEIGHT_BYTES / per_copy > 0.95 * found.hbm_bytes * found.chips / found.devices
-    ):
+    copies = devices // per_copy
+    hbm_bytes = math.inf if tiny else found.hbm_bytes / found.devices_per_chip
+    if WEIGHT_BYTES / per_copy > 0.95 * hbm_bytes:
         raise ValueError(
             f"{found.name} cannot hold {WEIGHT_BYTES / 1e9:.0f} GB of weights in {devices} x "
-            f"{found.hbm_bytes * found.chips / found.devices / 2**30:.0f} GiB: take a larger slice"
+            f"{hbm_bytes / 2**30:.0f} GiB: take a larger slice"
         )
-    batch = int(batches[0]) if batches else devices // per_copy
-    if batch % (devices // per_copy):
+    text = min(batches, default=f"batch={copies}").removeprefix("batch=")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"batch must be a positive integer; got {text!r}")
+    batch = int(text)
+    if batch % copies:
         raise ValueError(
-            f"batch {batch} does not divide over {devices // per_copy} copies of the target: a "
-            f"copy takes {per_copy} devices at most, so a larger slice wants a larger batch"
+            f"batch {batch} does not divide over {copies} copies of the target: a copy takes "
+            f"{per_copy} devices at most, so a larger slice takes a larger batch"
         )
 
     config = ConfigDict()
-    config.target = model("tiny", num_heads=8) if tiny else model("chinchilla_70b")
-    config.draft = model("tiny", num_heads=8, num_layers=1) if tiny else model("draft_4b")
+    if tiny:
+        config.target = common.preset("tiny", num_heads=8)
+        config.draft = common.preset("tiny", num_heads=8, num_layers=1)
+    else:
+        config.target, config.draft = common.preset("chinchilla_70b"), common.preset("draft_4b")
     # A draft of 48 heads can be split over 16 devices, but not over 64.
     draft_devices = math.gcd(DRAFT_HEADS, per_copy)
-    common.add_decoding(
+    return common.add_decoding(
         config,
         draft_length=4,
         prompt_length=8 if tiny else 512,
@@ -69,28 +70,12 @@ def get_config(argument: str = PAPER) -> ConfigDict:
         batch=batch,
         temperature=0.0 if greedy else 1.0,
         top_p=1.0 if greedy else 0.8,  # the paper's nucleus, on XSum
-        data=devices // per_copy,
+        data=copies,
         model=per_copy,
         draft_model_parallelism=0 if draft_devices == per_copy else draft_devices,
     )
-    return config
 
 
 # The paper's curve (figure 1) for launch/benchmark.py --sweep: its nucleus and its greedy setting.
 LENGTHS = "draft_length=0,1,2,3,4,5,6,7"
 GRIDS = [(LENGTHS,), ("sampling.temperature=0.0", LENGTHS)]
-
-
-def model(preset: str, **changes) -> ConfigDict:
-    """Returns the fields of a preset of specsamp/models/config.py; what is None here is as the
-    preset has it.
-    """
-    kinds = {
-        "num_layers": int,
-        "num_heads": int,
-        "num_kv_heads": int,
-        "max_positions": int,
-        "positions": str,
-    }
-    as_it_is = {name: config_dict.placeholder(kind) for name, kind in kinds.items()}
-    return ConfigDict({"preset": preset} | as_it_is | changes)

@@ -1,6 +1,20 @@
 """Fields of every pair's configuration: drafting, sampling, workload and devices."""
 
+from typing import Any
+
 from ml_collections import ConfigDict, config_dict
+
+INTEGERS = "vocab_size width num_layers num_heads num_kv_heads feedforward_width max_positions"
+TEXTS = "positions activation dtype"
+
+
+def preset(name: str, **changes: Any) -> ConfigDict:
+    """Returns the fields of a preset of specsamp/models/config.py, with changes; None keeps the
+    preset's value.
+    """
+    kept = {field: config_dict.placeholder(int) for field in INTEGERS.split()}
+    kept |= {field: config_dict.placeholder(str) for field in TEXTS.split()}
+    return ConfigDict({"preset": name} | kept | changes)
 
 
 def add_decoding(
@@ -29,11 +43,11 @@ def add_decoding(
         # Layers of the target that draft, for "early_exit".
         exit_layer=config_dict.placeholder(int),
         # Last tokens of the text that the target attends to while it drafts, for "window"; and
-        # first ones, by default 4.
+        # first ones.
         window=config_dict.placeholder(int),
-        sinks=config_dict.placeholder(int),
-        # Texts that "ngram" looks in, too: a file of token ids (.npy), or of a text.
-        corpus=config_dict.placeholder(str),
+        sinks=4,
+        # Texts that "ngram" looks in, too: a file of token ids (.npy), or of a text; "": none.
+        corpus="",
         # The token that stands for one to be drafted, for "pard".
         mask_id=config_dict.placeholder(int),
         # Children per level of a token tree, (3, 2, 1) for example, under a rule of trees; ():

@@ -20,6 +20,7 @@ with a token. launch/export.py writes a model that was trained here as such a fo
 """
 
 import dataclasses
+import functools
 import pathlib
 
 from ml_collections import ConfigDict
@@ -97,62 +98,47 @@ PAIRS = {
 }
 # Heads draft for the tuned models that they were trained on; for base models they are accepted
 # less.
+tuned_with_head = functools.partial(PublicPair, drafter="head", chat=True)
 HEADS = {
-    "smollm2": PublicPair(
+    "smollm2": tuned_with_head(
         target="HuggingFaceTB/SmolLM2-135M-Instruct",
         draft="smollm2-head",
-        drafter="head",
-        chat=True,
     ),
-    "llama-8b-eagle3": PublicPair(
+    "llama-8b-eagle3": tuned_with_head(
         target="meta-llama/Llama-3.1-8B-Instruct",
         draft="RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
         model_parallelism=4,
-        drafter="head",
-        chat=True,
     ),
-    "llama-70b-eagle3": PublicPair(
+    "llama-70b-eagle3": tuned_with_head(
         target="meta-llama/Llama-3.3-70B-Instruct",
         draft="RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
         model_parallelism=16,
         num_kv_heads=8,
-        drafter="head",
-        chat=True,
     ),
-    "qwen-8b-eagle3": PublicPair(
+    "qwen-8b-eagle3": tuned_with_head(
         target="Qwen/Qwen3-8B",
         draft="RedHatAI/Qwen3-8B-speculator.eagle3",
         model_parallelism=4,
-        drafter="head",
-        chat=True,
     ),
-    "qwen-32b-eagle3": PublicPair(
+    "qwen-32b-eagle3": tuned_with_head(
         target="Qwen/Qwen3-32B",
         draft="RedHatAI/Qwen3-32B-speculator.eagle3",
         model_parallelism=8,
-        drafter="head",
-        chat=True,
     ),
-    "gpt-oss-20b-eagle3": PublicPair(
+    "gpt-oss-20b-eagle3": tuned_with_head(
         target="openai/gpt-oss-20b",
         draft="RedHatAI/gpt-oss-20b-speculator.eagle3",
         model_parallelism=4,
-        drafter="head",
-        chat=True,
     ),
-    "qwen3.5-9b-mtp": PublicPair(
+    "qwen3.5-9b-mtp": tuned_with_head(
         target="Qwen/Qwen3.5-9B",
         draft="Qwen/Qwen3.5-9B",
         model_parallelism=4,
-        drafter="head",
-        chat=True,
     ),
-    "mimo-7b-mtp": PublicPair(
+    "mimo-7b-mtp": tuned_with_head(
         target="XiaomiMiMo/MiMo-7B-RL",
         draft="XiaomiMiMo/MiMo-7B-RL",
         model_parallelism=4,
-        drafter="head",
-        chat=True,
         draft_length=1,  # which its module was trained for
     ),
 }

@@ -17,61 +17,41 @@ both distributions are flat (logits of standard deviation one), so one sampled d
 accepted and hardly any greedy one, unlike in a trained pair.
 """
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from configs import common
 
-SIZES = ("38m", "small", "tiny", "7b", "3b")
+LARGE = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
+# Changes of the presets of target and draft.
+SHAPES = {
+    "38m": ({}, {}),
+    "small": ({"num_layers": 4}, {}),
+    "tiny": ({}, {"num_layers": 1}),
+    "7b": (
+        LARGE | {"width": 4096, "num_layers": 32, "num_heads": 32},
+        LARGE | {"width": 1536, "num_layers": 16, "num_heads": 12},
+    ),
+    "3b": (
+        LARGE | {"width": 3072, "num_layers": 29, "num_heads": 24, "num_kv_heads": 8},
+        LARGE | {"width": 1024, "num_layers": 12, "num_heads": 8},
+    ),
+}
 
 
 def get_config(size: str = "38m") -> ConfigDict:
-    if size not in SIZES:
+    if size not in SHAPES:
         raise ValueError(
-            f"no size {size!r} in configs/random_pair.py: choose one of {', '.join(SIZES)}"
+            f"no size {size!r} in configs/random_pair.py: choose one of {', '.join(SHAPES)}"
         )
     tiny = size == "tiny"
+    target, draft = SHAPES[size]
     config = ConfigDict()
-    config.target = model("tiny" if tiny else "target_38m")
-    config.draft = model("tiny" if tiny else "draft_1m")
-    if tiny:
-        config.draft.num_layers = 1
-    if size == "small":
-        config.target.num_layers = 4
-    if size == "7b":
-        shared = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
-        config.target.update(shared | {"width": 4096, "num_layers": 32, "num_heads": 32})
-        config.draft.update(shared | {"width": 1536, "num_layers": 16, "num_heads": 12})
-    if size == "3b":
-        shared = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
-        config.target.update(
-            shared | {"width": 3072, "num_layers": 29, "num_heads": 24, "num_kv_heads": 8}
-        )
-        config.draft.update(shared | {"width": 1024, "num_layers": 12, "num_heads": 8})
-    common.add_decoding(
+    config.target = common.preset("tiny" if tiny else "target_38m", **target)
+    config.draft = common.preset("tiny" if tiny else "draft_1m", **draft)
+    return common.add_decoding(
         config,
         draft_length=4,
         prompt_length={"tiny": 8, "7b": 512, "3b": 512}.get(size, 64),
         max_new_tokens=8 if tiny else 128,
         repeats={"38m": 15, "small": 5, "tiny": 3, "7b": 9, "3b": 5}[size],
-    )
-    return config
-
-
-def model(preset: str) -> ConfigDict:
-    """Returns the fields of a preset of specsamp/models/config.py; what is None here is as the
-    preset has it.
-    """
-    integers = (
-        "vocab_size",
-        "width",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "feedforward_width",
-        "max_positions",
-    )
-    return ConfigDict(
-        {"preset": preset}
-        | {name: config_dict.placeholder(int) for name in integers}
-        | {name: config_dict.placeholder(str) for name in ("positions", "activation", "dtype")}
     )

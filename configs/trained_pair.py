@@ -15,10 +15,14 @@ from configs import common
 
 
 def get_config(pair: str = "python") -> ConfigDict:
-    config = ConfigDict(dict(pair=pair))
     # K = 3 is best on two cores for greedy and sampled text together.
-    common.add_decoding(config, draft_length=3, prompt_length=96, max_new_tokens=128, repeats=20)
-    return config
+    return common.add_decoding(
+        ConfigDict({"pair": pair}),
+        draft_length=3,
+        prompt_length=96,
+        max_new_tokens=128,
+        repeats=20,
+    )
 
 
 GRIDS = [  # for launch/benchmark.py --sweep

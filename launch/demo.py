@@ -211,10 +211,12 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
             cells["rounds by drafted tokens, from 0 on"] = tables.shares(stats)
         return cells
 
-    greedy, sampled = (column(name, config) for name, config in configs.items())
-    rows = [(name, greedy[name], sampled[name]) for name in greedy]
-    title = "Both sides in one process, in turn; medians"
-    return Table(title=title, header=("", "greedy", "sampled"), rows=rows)
+    columns = {name: column(name, config) for name, config in configs.items()}
+    rows = [
+        {"": name} | {side: cells[name] for side, cells in columns.items()}
+        for name in columns["greedy"]
+    ]
+    return Table.of("Both sides in one process, in turn; medians", rows)
 
 
 def committed_speedups() -> tuple[str, str, str]:

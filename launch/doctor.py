@@ -19,7 +19,6 @@ Exit status: 0, no problem; 1, a warning, a head that does not fit, or a name th
 2, a problem that must be solved first, or a check that is impossible (stderr has the reason).
 """
 
-import dataclasses
 import os
 
 from absl import flags
@@ -146,9 +145,12 @@ def look_at_head(console: Console) -> int:
             seed=config.seed,
             others=True,
         )
-    rows = [(name, f"{accepted:.1%}") for name, accepted in found.readings.items()]
+    rows = [
+        {"the head is read": name, "accepted": f"{accepted:.1%}"}
+        for name, accepted in found.readings.items()
+    ]
     title = "Acceptance of a first token after every position"
-    entry.show([Table(title=title, header=("the head is read", "accepted"), rows=rows)], console)
+    entry.show([Table.of(title, rows)], console)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
     document = {
@@ -177,23 +179,21 @@ def look_at_names(console: Console) -> int:
             is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
             names = {"name": word, "target": pair.target, "draft": pair.draft}
             findings += public_pair.check_pair(**names, is_head=is_head, chat=pair.chat)
-    rows = []
-    for one in findings:
-        loads, why = (
-            "does not load" if one.problem else "loads",
-            one.problem or "; ".join(one.notes),
-        )
-        rows.append(tuple(map(entry.visible, (one.pair, one.role, one.model, loads, why))))
-    title = (
-        f"{len(findings)} names, of which {sum(one.problem is not None for one in findings)} would "
-        "not load"
-    )
-    header = ("pair", "as", "name", "", "why, or what differs")
-    entry.show([Table(title=title, header=header, rows=rows, left=5)], console)
-    entry.write_result(
-        _OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console
-    )
-    return int(any(finding.problem is not None for finding in findings))
+    rows = [
+        {
+            "pair": entry.visible(one.pair),
+            "as": one.role,
+            "name": entry.visible(one.model),
+            "": "does not load" if one.problem else "loads",
+            "why, or what differs": entry.visible(one.problem or "; ".join(one.notes)),
+        }
+        for one in findings
+    ]
+    problems = sum(one.problem is not None for one in findings)
+    title = f"{len(findings)} names, of which {problems} would not load"
+    entry.show([Table.of(title, rows, left=5)], console)
+    entry.write_result(_OUTPUT.value, {"names": findings}, console)
+    return int(problems > 0)
 
 
 if __name__ == "__main__":

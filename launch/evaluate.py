@@ -24,7 +24,6 @@ Exit status: 0, done; 2, the command is impossible (stderr has the reason).
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,11 +38,10 @@ from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.rules import LOSSY, RULES
-from specsamp import storage, validate
+from specsamp import CompletionLog, Pair, storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results
 from specsamp.decoding.method import Method, check_exact
-from specsamp.decoding.pair import Pair
 from specsamp.evaluation.harness import (
     Requests,
     conversation,
@@ -56,7 +54,6 @@ from specsamp.evaluation.task import EvaluationTask, Problem, first_of_each
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
 from specsamp.replica import Replica
-from specsamp.serving.completion_log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
 WAYS = {
@@ -64,6 +61,11 @@ WAYS = {
     ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0},
 }
 FEW = 20  # problems; a bootstrap of fewer is uncertain
+# Fields of the configuration that do not change what a problem asks.
+LEFT_OUT = (
+    *("rule", "drafter", "draft_length", "exit_layer", "window", "sinks", "corpus"),
+    *("mesh", "repeats", "prompt_length"),
+)
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
 _SOURCE = flags.DEFINE_string(
@@ -143,28 +145,18 @@ def main() -> None:
     weights = ", ".join(filter(None, (one.weights for one in experiments.values())))
     identity |= {"weights": weights, "environment": machine_identity()}
     results = Results.open(output, identity)
-    sampling = ", ".join(
-        f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items()
-    )
     count = sum(map(len, blocks.values()))
-    asked = (
-        f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of "
-        "each"
-    )
-    template = "with" if requests.chat else "without"
-    console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
+    console.print(headline(experiment, task_line(task, count, requests, config)))
     with entry.keeps("the same command goes on" if output else "nothing is kept without --output"):
         with entry.progress(console, "decoding") as say:
             decode_blocks(task, blocks, methods, pairs, requests, results, say)
     if not entry.is_first():
         return
     if turns := sum(cell["result"]["turns_left_out"] for cell in results.cells):
-        told = (
-            "without a chat template, with several completions of each problem, or too long for "
-            "the models"
-        )
         console.print(
-            f"{turns} further turns of conversations were left out: {told}", style="yellow"
+            f"{turns} further turns of conversations were left out: without a chat template, with "
+            "several completions of each problem, or too long for the models",
+            style="yellow",
         )
     if count < FEW:
         console.print(
@@ -172,12 +164,20 @@ def main() -> None:
         )
     rows = report.as_json(tabulate(results.cells, PLAIN))
     times = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
-    shown = evaluation_tables(task.name, rows)
-    entry.show(
-        [*shown, *costs.cost_tables(times, costs.chips_of(experiment.pair), _CHIP_HOUR.value)],
-        console,
-    )
+    dollars = costs.cost_tables(times, costs.chips_of(experiment.pair), _CHIP_HOUR.value)
+    entry.show([*evaluation_tables(task.name, rows), *dollars], console)
     entry.say_written(output, console)
+
+
+def task_line(
+    task: EvaluationTask, count: int, requests: Requests, config: ExperimentConfig
+) -> str:
+    """Describes the problems and the requests."""
+    sampling = [f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items()]
+    return (
+        f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of "
+        f"each; {', '.join(sampling)}; {'with' if requests.chat else 'without'} a chat template"
+    )
 
 
 def decode_blocks(
@@ -198,7 +198,7 @@ def decode_blocks(
             key = {"method": name, "block": block}
             if from_first(lambda: results.find(key) is not None):
                 continue
-            where = f"{name}, block {block}"
+            where, all_of_them = f"{name}, block {block}", len(problems) * requests.samples
             result = decode_and_score(
                 pairs[name],
                 task,
@@ -206,13 +206,9 @@ def decode_blocks(
                 methods[name],
                 requests,
                 functools.partial(open_log, name, block, results.document["identity"]["weights"]),
-                lambda done: say(
-                    f"{where}: {done} of {len(problems) * requests.samples} completions"
-                ),
+                lambda done: say(f"{where}: {done} of {all_of_them} completions"),
             )
-            cell = json.loads(
-                report.json_text({"key": key, "method": repr(methods[name]), "result": result})
-            )
+            cell = report.as_json({"key": key, "method": repr(methods[name]), "result": result})
             results.document["cells"].append(cell)
             results.add(cell, entry.header() | {"evaluation": tabulate(results.cells, PLAIN)})
 
@@ -314,52 +310,37 @@ def blocks_of(problems: Mapping[int, Problem], replica: Replica) -> dict[str, di
     of.
     """
     part = replica.part(problems, "problems")
-    found: dict[str, dict[int, Problem]] = {}
-    for name, block in split(problems).items():
-        if own := {key: one for key, one in block.items() if key in part}:
-            found[name] = own
-    return found
+    blocks = {
+        name: {key: one for key, one in block.items() if key in part}
+        for name, block in split(problems).items()
+    }
+    return {name: block for name, block in blocks.items() if block}
 
 
 def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
     """Returns the problems by category; for a task without categories, in blocks of every n-th
     problem.
     """
-    categories = dict.fromkeys(problem.category for problem in problems.values())
-    if len(categories) > 1:
-        return {
-            category: {key: one for key, one in problems.items() if one.category == category}
-            for category in categories
-        }
-    count, items = min(_BLOCKS.value, len(problems)), list(problems.items())
-    return {f"{n + 1} of {count}": dict(items[n::count]) for n in range(count)}
+    count = min(_BLOCKS.value, len(problems))
+    several = len({problem.category for problem in problems.values()}) > 1
+    blocks: dict[str, dict[int, Problem]] = {}
+    for place, (key, problem) in enumerate(problems.items()):
+        name = problem.category if several else f"{place % count + 1} of {count}"
+        blocks.setdefault(name, {})[key] = problem
+    return blocks
 
 
 def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
     """Returns the part of the identity of a file of blocks that needs no pair."""
-    left_out = (
-        "rule",
-        "drafter",
-        "draft_length",
-        "exit_layer",
-        "window",
-        "sinks",
-        "corpus",
-        "mesh",
-        "repeats",
-        "prompt_length",
-    )
-    told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]
-    return {
-        "task": {
-            "name": _TASK.value,
-            "problems": len(problems),
-            "sha256": told,
-            "samples": _SAMPLES.value,
-        },
-        "blocks": _BLOCKS.value,
-        "config": {name: value for name, value in config.recorded.items() if name not in left_out},
+    contents = repr(sorted(problems.items())).encode()
+    task = {
+        "name": _TASK.value,
+        "problems": len(problems),
+        "sha256": hashlib.sha256(contents).hexdigest()[:16],
+        "samples": _SAMPLES.value,
     }
+    fields = {name: value for name, value in config.recorded.items() if name not in LEFT_OUT}
+    return {"task": task, "blocks": _BLOCKS.value, "config": fields}
 
 
 if __name__ == "__main__":

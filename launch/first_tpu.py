@@ -340,7 +340,11 @@ def line_of(name: str, part: Mapping[str, Any]) -> str:
 def table_of(parts: Mapping[str, Any]) -> report.Table:
     """Tabulates the parts, and the measured times with the compiler's estimates."""
     rows = [
-        (name, "passed" if part["passed"] else "FAILED", entry.visible(part["said"]))
+        {
+            "part": name,
+            "": "passed" if part["passed"] else "FAILED",
+            "found": entry.visible(part["said"]),
+        }
         for name, part in parts.items()
     ]
     measured, estimated = (
@@ -349,14 +353,9 @@ def table_of(parts: Mapping[str, Any]) -> report.Table:
     for name, ms in measured.items():
         band = estimated.get(PROGRAMS.get(name))
         beside = f"; compiler estimate {shown_band(band)} ms" if band else ""
-        rows.append((f"time of a {name}", "", f"{ms:.3g} ms{beside}"))
+        rows.append({"part": f"time of a {name}", "found": f"{ms:.3g} ms{beside}"})
     failed = sum(not part["passed"] for part in parts.values())
-    return report.Table(
-        title=f"{failed} of {len(parts)} parts failed",
-        header=("part", "", "found"),
-        rows=rows,
-        left=3,
-    )
+    return report.Table.of(f"{failed} of {len(parts)} parts failed", rows, left=3)
 
 
 if __name__ == "__main__":

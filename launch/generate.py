@@ -32,11 +32,9 @@ from launch.lib.config import ConfigFlag
 from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
-from specsamp import storage, validate
+from specsamp import CompletionLog, generate_many, storage, validate
 from specsamp.decoding.request import Prompt
 from specsamp.evaluation.records import read_records
-from specsamp.serving.completion_log import CompletionLog
-from specsamp.serving.generate_many import generate_many
 from specsamp.serving.orders import parse_order
 from specsamp.training.conversations import write_conversations
 

@@ -328,15 +328,14 @@ def plan_table(plan: Plan, costs: Costs, report: grid.Json | None) -> Table:
         if costs.bounds:
             least, most = (edge.round_ms(K, plan.batch, plan.context) for edge in costs.bounds)
             ms = str(Band(least=least, likely=one.round_ms, most=most, open=costs.is_range))
-        name = f"K = {K}" + " *" * (one is plan.best and not costs.is_range)
         rows.append(
-            (
-                name,
-                tables.interval(one.tokens_per_round),
-                ms,
-                show(one.ms_per_token),
-                show(one.speedup, "x"),
-            )
+            {
+                "": f"K = {K}" + " *" * (one is plan.best and not costs.is_range),
+                "tokens per round": tables.interval(one.tokens_per_round),
+                "ms per round": ms,
+                "ms per token": show(one.ms_per_token),
+                "speedup": show(one.speedup, "x"),
+            }
         )
     note = (
         "* is best; brackets: 95%, by the counts behind the acceptance and the clocks behind the "
@@ -346,8 +345,7 @@ def plan_table(plan: Plan, costs: Costs, report: grid.Json | None) -> Table:
         note += f". Milliseconds: {basis(costs.is_range)}"
     if isinstance(costs, Roofline):
         note += ROOFLINE + (EXPERTS if costs.target.experts else "")
-    header = ("", "tokens per round", "ms per round", "ms per token", "speedup")
-    return Table(title=f"Forecast: {where(plan)}", header=header, rows=rows, note=note)
+    return Table.of(f"Forecast: {where(plan)}", rows, note=note)
 
 
 if __name__ == "__main__":

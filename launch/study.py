@@ -34,10 +34,10 @@ def main() -> None:
         return
     if not _LIST.value:
         raise ValueError("name a study, such as: python launch/study.py backtest; --list shows all")
-    rows = [(name, study.load_study(name).question) for name in study.names()]
-    entry.show(
-        [Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console
-    )
+    rows = [
+        {"study": name, "what it asks": study.load_study(name).question} for name in study.names()
+    ]
+    entry.show([Table.of("Studies", rows, left=2)], console)
 
 
 def status_of(arguments: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.training import TrainingConfig
-from specsamp import storage
+from specsamp import TransformerConfig, TransformerLM, storage
 from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes
@@ -39,10 +39,8 @@ from specsamp.decoding.data_shards import DATA
 from specsamp.jax_names import multihost_utils
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
-from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockHead
 from specsamp.models.heads import DRAFT_IDS
-from specsamp.models.transformer import TransformerLM
 from specsamp.training import run_folder, source
 from specsamp.training.block_heads import TrainBlock
 from specsamp.training.data import (
@@ -134,11 +132,11 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     teacher_params = make_teacher(config, task, target, windows, first)
     if is_head and first is not None:
         if first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]:
-            told = (
+            console.print(
                 f"the head in {config.init} was trained for another target, or its folder does not "
-                "say for which"
+                "say for which",
+                style="yellow",
             )
-            console.print(told, style="yellow")
     if entry.is_first():
         run_folder.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
         if is_head and config.head.get("draft_vocab_size"):
@@ -175,14 +173,12 @@ def write_parts(
 ) -> None:
     """Writes target and draft that were trained together as a run of each."""
     fields, step = dict(config.recorded), int(state.step)
-    of_target = {
-        name: fields[name] for name in ("data", "train", "intervals", "mesh", "compute_dtype")
+    of_both = ("data", "train", "intervals", "mesh", "compute_dtype", "together")
+    parts = {
+        TARGET: {name: fields[name] for name in of_both} | {"model": fields["together"]["model"]},
+        DRAFT: fields | {"target": os.fspath(folder / TARGET)},
     }
-    of_target |= {"model": fields["together"]["model"], "together": fields["together"]}
-    for part, recorded in (
-        (TARGET, of_target),
-        (DRAFT, fields | {"target": os.fspath(folder / TARGET)}),
-    ):
+    for part, recorded in parts.items():
         if entry.is_first():
             run_folder.open_run(folder / part, recorded, tokenizer_json, **made_from)
             storage.write(folder / part / "metrics.jsonl", (folder / "metrics.jsonl").read_text())
@@ -268,15 +264,10 @@ def check_windows(
 def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer, task: Task) -> Any:
     """Returns the parameters that training begins with."""
     if config.head is not None:  # shapes do not show which layers it reads, nor where its norms are
-        here, there = shape_of(task.head.config), shape_of(first.config)
-        names = [name for name in there | here if there.get(name) != here.get(name)]
-        if names:
-            different = "; ".join(
-                f"{name} is {there.get(name)!r}, here {here.get(name)!r}" for name in names
-            )
+        if changed := storage.differences(shape_of(first.config), shape_of(task.head.config)):
             raise ValueError(
-                f"the head in {config.init} is another one: {different}. Set these fields as it "
-                "has them"
+                f"the head in {config.init} is another one: {'; '.join(changed)}. Set these fields "
+                "as it has them"
             )
     # An exported head has no tokenizer: its target's is checked.
     own = first.folder / "tokenizer.json"
@@ -294,9 +285,8 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
 
 def shape_of(head: Any) -> dict[str, Any]:
     """Returns the fields of a head and of its layer, without dtypes."""
-    fields = storage.flat(dataclasses.asdict(head))
-    fields = {name: value for name, value in fields.items() if not name.endswith("dtype")}
-    return {"kind": head.kind, **fields}
+    fields = storage.flat(dataclasses.asdict(head) | {"kind": head.kind})
+    return {name: value for name, value in fields.items() if not name.endswith("dtype")}
 
 
 def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
@@ -404,26 +394,24 @@ def make_tokenizer(
     """
     if parent is not None and parent.public:
         return parent.tokenizer
-    given = [
-        folder / "tokenizer.json",
-        parent and parent.folder / "tokenizer.json",
-        config.data.tokenizer,
-    ]
-    chats = (read_chat_template(storage.place(path).parent) for path in filter(None, given[1:]))
-    chat = next(filter(None, chats), None)
-    for path in filter(None, given):
-        if path != given[0] or path.exists():
-            return JsonTokenizer(path, config.data.eos, chat=chat)
-    if all(isinstance(text, np.ndarray) for text in corpus.train.values()):
-        made = integer_tokenizer(config.model["vocab_size"], config.data.eos)
-        return JsonTokenizer.from_tokenizer(made, config.data.eos)
-    if not all(type(text) is str for text in corpus.train.values()):
+    own, eos, vocab_size = folder / "tokenizer.json", config.data.eos, config.model["vocab_size"]
+    places = (parent and parent.folder / "tokenizer.json", config.data.tokenizer)
+    given = [storage.place(path) for path in places if path]
+    if own.exists() or given:
+        chats = (read_chat_template(path.parent) for path in given)
+        chat = next(filter(None, chats), None)
+        return JsonTokenizer(own if own.exists() else given[0], eos, chat=chat)
+    texts = corpus.train.values()
+    if all(isinstance(text, np.ndarray) for text in texts):
+        made = integer_tokenizer(vocab_size, eos)
+    elif all(type(text) is str for text in texts):
+        made = train_tokenizer(texts, vocab_size, eos)
+    else:
         raise ValueError(
             "conversations need a tokenizer with a chat template: give data.tokenizer, or a target "
             "to train from"
         )
-    trained = train_tokenizer(corpus.train.values(), config.model["vocab_size"], config.data.eos)
-    return JsonTokenizer.from_tokenizer(trained, config.data.eos)
+    return JsonTokenizer.from_tokenizer(made, eos)
 
 
 def target_rows(

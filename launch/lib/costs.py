@@ -36,14 +36,17 @@ def cost_tables(
     """
     if chip_hour is None:
         return []
-    # A million tokens take ms / 3.6 hours.
-    cells = [(name, f"{ms:.3g}", f"{ms / 3.6 * chips * chip_hour:.3g}") for name, ms in rows]
+    cells = [
+        {
+            "": name,
+            "ms per token": f"{ms:.3g}",
+            # A million tokens take ms / 3.6 hours.
+            "$ per million tokens": f"{ms / 3.6 * chips * chip_hour:.3g}",
+        }
+        for name, ms in rows
+    ]
     note = (
         f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and "
         "never idle; prefill is not counted"
     )
-    return [
-        Table(
-            title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note
-        )
-    ]
+    return [Table.of("Cost", cells, note=note)]

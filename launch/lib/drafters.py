@@ -9,34 +9,37 @@ import numpy as np
 
 from launch.lib.config import ConfigFlag
 from launch.lib.own_code import evaluate, is_own
-from specsamp import storage, validate
-from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
-from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import (
+from specsamp import (
+    Adaptive,
     BeamDrafter,
     BlockDrafter,
     BlockTree,
     ChoosingDrafter,
+    Confidence,
+    Drafter,
     EarlyExitDrafter,
     EarlyExitTree,
+    Entropy,
     FeatureTree,
+    LanguageModel,
     ModelDrafter,
     ModelTree,
     NgramDrafter,
     NgramTree,
     NoDrafter,
     ParallelDrafter,
+    TreeShape,
     VotingDrafter,
     WindowDrafter,
+    storage,
+    validate,
 )
 from specsamp.decoding.drafters.block_head import LAWS
 from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
 from specsamp.decoding.pair import Tokenizer
-from specsamp.decoding.trees import TreeShape
 from specsamp.models.heads import Head
-from specsamp.models.interface import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,7 @@ class Word:
       inside: whether the target's own layers draft, up to the exit layer.
       trees: whether token trees can be drafted.
       drafts: False for plain decoding at any K.
-      reads: fields of the configuration that no other word reads.
+      reads: fields of the configuration that no other word reads, and that must be set.
       compiled: True if compile reports support the drafter; forecasts from shapes then do, too,
         except for heads.
     """
@@ -87,11 +90,6 @@ def _head(
             "token"
         )
     return dataclasses.replace(drafter, law=law)
-
-
-def sinks_of(config: Any) -> int:
-    """Returns the number of sinks of a window."""
-    return WindowDrafter.sinks if config.sinks is None else config.sinks
 
 
 DRAFTERS = {
@@ -131,7 +129,7 @@ DRAFTERS = {
     ),
     "window": Word(
         make=lambda target, draft, size, config: WindowDrafter(
-            target, size, config.window, sinks_of(config), decode_window()
+            target, size, config.window, config.sinks, decode_window()
         ),
         trees=False,
         reads=("window", "sinks"),
@@ -185,10 +183,10 @@ def refuse_unread(flag: ConfigFlag, config: Any, drafters: Sequence[str] = ()) -
       drafters: the words that a command uses, if not that of the configuration alone.
     """
     words = list(dict.fromkeys(drafters)) or [config.drafter]
-    for name in sorted({name for word in DRAFTERS.values() for name in word.reads}):
-        if not any(name in meaning(word).reads for word in words):
-            readers = " or ".join(word for word in DRAFTERS if name in DRAFTERS[word].reads)
-            flag.refuse_fields([name], f"it is of drafter={readers}, not of {', '.join(words)}")
+    read = {name for word in words for name in meaning(word).reads}
+    for reader, word in DRAFTERS.items():
+        why = f"it is of drafter={reader}, not of {', '.join(words)}"
+        flag.refuse_fields([name for name in word.reads if name not in read], why)
     if config.tree:
         flag.refuse_fields(["draft_length"], f"tree={tuple(config.tree)} has its own")
 
@@ -206,7 +204,8 @@ def meaning(word: str) -> Word:
         draft=next((part.draft for part in parts if part.draft), None),
         inside=any(part.inside for part in parts),
         trees=False,
-        reads=tuple(name for part in parts for name in part.reads),
+        # The parts of a collective look at the text alone.
+        reads=tuple(name for part in parts for name in part.reads if name != "corpus"),
     )
 
 

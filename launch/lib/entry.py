@@ -9,6 +9,7 @@ Exit status of every command: 0, done; 1, a check or a computation failed; 2, th
 or impossible, with a line on stderr; 130, interrupted.
 """
 
+import collections
 import contextlib
 import importlib.util
 import os
@@ -106,10 +107,13 @@ OF_SEVERAL = {
 }
 
 
-def define(name: str) -> flags.FlagHolder:
-    """Defines a flag of `OF_SEVERAL`."""
-    default, help = OF_SEVERAL[name]
-    return (flags.DEFINE_string if default is None else flags.DEFINE_bool)(name, default, help)
+KINDS = {bool: flags.DEFINE_bool, list: flags.DEFINE_list}  # of flags, by the type of the default
+
+
+def define(name: str, described: Mapping[str, tuple[Any, str]] = OF_SEVERAL) -> flags.FlagHolder:
+    """Defines a flag by its default and its help; without a kind of its own it is a text."""
+    default, help = described[name]
+    return KINDS.get(type(default), flags.DEFINE_string)(name, default, help)
 
 
 def parse_replica(text: str | None, output: str | None) -> Replica:
@@ -177,9 +181,9 @@ def guarded(command: Callable[[], int]) -> int:
             )
         if is_full_disk(error):
             return _end(error, _in_words(error), UNUSABLE)
-        if not is_out_of_memory(error):
-            raise
-        return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
+        if is_out_of_memory(error):
+            return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
+        raise
     except (RuntimeError, AssertionError) as error:
         try:
             machine.require_devices()
@@ -350,24 +354,22 @@ def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
 
     The block gets a function that changes the text.
     """
-    start, now, ended = time.monotonic(), [doing], threading.Event()
+    start, ended = time.monotonic(), threading.Event()
+    last_text = collections.deque([doing], maxlen=1)
 
-    def tell(show: Callable[[str], None], every: float) -> None:
+    def watch() -> None:
         while not ended.wait(every):
-            show(Text(f"{visible(now[0])}, {time.monotonic() - start:.0f} s"))
-
-    def say(text: str) -> None:
-        now[0] = text
+            show(Text(f"{visible(last_text[0])}, {time.monotonic() - start:.0f} s"))
 
     with contextlib.ExitStack() as stack:
         if console.is_terminal and not console.quiet:
             show, every = stack.enter_context(console.status(Text(doing))).update, 0.2
         else:
             show, every = make_console(stderr=True).print, SAY_EVERY_SECONDS
-        watcher = threading.Thread(target=tell, args=(show, every), daemon=True)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            yield say
+            yield last_text.append
         finally:
             ended.set()
             watcher.join()
@@ -375,14 +377,14 @@ def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
 
 def weights_progress(console: Console) -> Callable[[str, int, int], None]:
     """Returns a function that prints a line for every gigabyte of weights that was read."""
-    last = [0]
+    gigabytes = 0
 
     def say(name: str, done: int, total: int) -> None:
-        if done // 1e9 != last[0] or done == total:
-            last[0] = done // 1e9
-            console.print(
-                visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim"
-            )
+        nonlocal gigabytes
+        if done // 1e9 > gigabytes or done == total:
+            gigabytes = done // 1e9
+            text = f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"
+            console.print(visible(text), style="dim")
 
     return say
 

@@ -41,37 +41,37 @@ def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed")
 
 def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Returns the tables of an evaluation; rows are JSON objects."""
-    found = [quality(rows, f"{task}: quality and speed over {rows[0]['problems']} problems")]
-    totals = [counts_of({"result": {"acceptance": row["counts"]}}) for row in rows]
-    lossy = [(row, counts) for row, counts in zip(rows, totals) if counts.variation is not None]
-    if lossy:
-        costs = [
-            (label_of(row), *prices(counts, row["variation_per_text"])) for row, counts in lossy
-        ]
-        found.append(
-            Table(
-                title="Price of lossy rules, metered",
-                header=("", *PRICE),
-                rows=costs,
-                note=PRICE_NOTE,
-            )
-        )
-    drafted = []
-    for row in (row for row in rows if row["counts"]["drafted"]):
-        by_category = row["counts_by_category"] if len(row["counts_by_category"]) > 1 else {}
-        for category, counts in (by_category | {"all": row["counts"]}).items():
-            shares = [known(share, ".3f") for share in counts["by_position"]]
-            drafted.append(
-                [row["name"], category, known(counts["emitted_per_round"], ".2f"), *shares]
-            )
+    tables = [quality(rows, f"{task}: quality and speed over {rows[0]['problems']} problems")]
+    costs = []
+    for row in rows:
+        counts = counts_of({"result": {"acceptance": row["counts"]}})
+        if counts.variation is not None:
+            price = dict(zip(PRICE, prices(counts, row["variation_per_text"])))
+            costs.append({"": label_of(row)} | price)
+    if costs:
+        tables.append(Table.of("Price of lossy rules, metered", costs, note=PRICE_NOTE))
+    drafted = [
+        acceptance(row["name"], category, counts)
+        for row in rows
+        if row["counts"]["drafted"]
+        for category, counts in counts_by_category(row).items()
+    ]
     if drafted:
-        width = max(map(len, drafted))
-        cells = [[*row, *[""] * (width - len(row))] for row in drafted]
-        header = ("", "category", "tokens per round", *map(str, range(1, width - 2)))
-        found.append(
-            Table(title="Acceptance by position", header=header, rows=cells, note=POSITIONS, left=2)
-        )
-    return found
+        tables.append(Table.of("Acceptance by position", drafted, note=POSITIONS, left=2))
+    return tables
+
+
+def counts_by_category(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the counts of each category, where there are several, and of all."""
+    categories = row["counts_by_category"]
+    return (categories if len(categories) > 1 else {}) | {"all": row["counts"]}
+
+
+def acceptance(name: str, category: str, counts: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the cells of a row, with a column for each position."""
+    cells = {"": name, "category": category}
+    cells["tokens per round"] = known(counts["emitted_per_round"], ".2f")
+    return cells | {f"{i}": known(share, ".3f") for i, share in enumerate(counts["by_position"], 1)}
 
 
 def label_of(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.shapes import known_models
-from specsamp import validate
+from specsamp import Method, Pair, Rule, TransformerLM, validate
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_pair
@@ -20,16 +20,12 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import HEADS, load_pair, load_prompts
 from specsamp.checkpoints.vocabulary import shared_mass
 from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.mesh.layout import Layout, make_mesh, mesh_axes
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard, shard_model, with_attention
 from specsamp.models import few_rows
 from specsamp.models.int8 import decode_weights
 from specsamp.models.kernels.dispatch import choose_kernels
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading

@@ -20,24 +20,29 @@ from launch.lib.drafters import (
     check_word,
     meaning,
     read_corpus,
-    sinks_of,
 )
 from launch.lib.rules import make_rule
-from specsamp import storage, validate
+from specsamp import (
+    Drafter,
+    LanguageModel,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    Pair,
+    Rule,
+    TokenRule,
+    TransformerLM,
+    TreeShape,
+    WindowDrafter,
+    storage,
+    validate,
+)
 from specsamp.analysis.workload import Workload
-from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method, default_drafter
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt
-from specsamp.decoding.trees import TreeShape
 from specsamp.models import config as models
 from specsamp.models.heads import Head
 from specsamp.models.int8 import SIDES, Int8
-from specsamp.models.interface import LanguageModel
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 
@@ -99,10 +104,13 @@ class SamplingFields:
     def __post_init__(self):
         self.warp()  # refuses numbers out of range
 
-    def warp(self) -> Warp:
-        """Returns the warp; leaves out fields that are off (a temperature of 0 is greedy)."""
+    def warp(self, *, as_chain: bool = False) -> Warp:
+        """Returns the warp; leaves out fields that are off.
+
+        A temperature of 0 is greedy, ``as_chain`` for a pair whose other warp is a chain.
+        """
         if self.temperature == 0:
-            return greedy()
+            return chain(temperature(0.0)) if as_chain else greedy()
         filters = [
             make(getattr(self, name)) for name, make, off in _FILTERS if getattr(self, name) != off
         ]
@@ -177,11 +185,11 @@ class ExperimentConfig(Config):
     max_new_tokens: int
     repeats: int
     seed: Annotated[int, (validate.integer, 0, 2**32)]
-    exit_layer: int | None = None
-    window: int | None = None
-    sinks: int | None = None
-    corpus: str | None = None
-    mask_id: int | None = None
+    exit_layer: Annotated[int | None, (validate.integer, 1)] = None
+    window: Annotated[int | None, (validate.integer, 1)] = None
+    sinks: Whole = WindowDrafter.sinks
+    corpus: str = ""
+    mask_id: Annotated[int | None, (validate.integer, 0)] = None
     tree: Sequence[int] = ()
     adaptive: AdaptiveFields = AdaptiveFields()
     attention: str = "auto"
@@ -196,18 +204,10 @@ class ExperimentConfig(Config):
     draft: ModelFields | None = None
 
     def __post_init__(self):
-        if self.exit_layer is not None or self.word.inside:
-            validate.integer("exit_layer", self.exit_layer, 1)
-        if self.window is not None or self.drafter == "window":
-            validate.integer("window", self.window, 1)
-            validate.integer("sinks", sinks_of(self), 0)
-        elif self.sinks is not None:
-            raise ValueError(
-                f"sinks={self.sinks} belong to a window: set window, and drafter=window"
-            )
-        if self.mask_id is not None or self.drafter == "pard":
-            validate.integer("mask_id", self.mask_id, 0)
-        if self.corpus is not None and not storage.place(self.corpus).exists():
+        for name in self.word.reads:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} is not set, and drafter={self.drafter} needs it: set it")
+        if self.corpus and not storage.place(self.corpus).exists():
             raise ValueError(f"corpus={self.corpus}: there is no such file of texts")
         if self.draft_length != MACHINE:
             validate.integer("draft_length", self.draft_length, 0)
@@ -277,8 +277,8 @@ class ExperimentConfig(Config):
         """
         name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
         if self.drafter == "window":
-            name = f"window {sinks_of(self)} + {self.window}"
-        if self.drafter == "ngram" and self.corpus is not None:
+            name = f"window {self.sinks} + {self.window}"
+        if self.drafter == "ngram" and self.corpus:
             name = f"ngram in {self.corpus}"
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
@@ -315,29 +315,27 @@ class ExperimentConfig(Config):
         return self.word.make(target, draft, size, self) if K else NoDrafter()
 
     def make_method(self, pair: Pair) -> Method:
-        """Returns the method for a pair; if only one of target and draft is greedy, both warps are
-        chains.
-        """
+        """Returns the method for a pair."""
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
-        if self.corpus is not None and isinstance(drafter, NgramDrafter):
+        if self.corpus and isinstance(drafter, NgramDrafter):
             corpus = read_corpus(self.corpus, pair.tokenizer)
             drafter = dataclasses.replace(drafter, corpus=corpus)
         if pair.vocabulary is not None and type(drafter) is ModelDrafter:
             drafter = default_drafter(pair, drafter.K)
-        warps = [self.sampling]
-        if self.draft_temperature is not None:
-            warps.append(dataclasses.replace(self.sampling, temperature=self.draft_temperature))
-        only_one_is_greedy = len({one.temperature == 0 for one in warps}) == 2
-        sampling, *draft_sampling = (
-            chain(temperature(0.0)) if only_one_is_greedy and one.temperature == 0 else one.warp()
-            for one in warps
-        )
-        return Method(
+        method = Method(
             drafter=drafter,
             rule=self.acceptance_rule,
-            sampling=sampling,
-            draft_sampling=next(iter(draft_sampling), None),
+            sampling=self.sampling.warp(),
             adaptive=self.adaptive.make(drafter),
+        )
+        if self.draft_temperature is None:
+            return method
+        draft = dataclasses.replace(self.sampling, temperature=self.draft_temperature)
+        only_one_is_greedy = (draft.temperature == 0) != (self.sampling.temperature == 0)
+        return dataclasses.replace(
+            method,
+            sampling=self.sampling.warp(as_chain=only_one_is_greedy),
+            draft_sampling=draft.warp(as_chain=only_one_is_greedy),
         )
 
     def workload(self) -> Workload:
@@ -352,11 +350,8 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
     """
     if kind is ModelFields:
         return ModelFields(fields)
-    known, hints, values = (
-        {field.name: field for field in dataclasses.fields(kind)},
-        _hints(kind),
-        {},
-    )
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    hints, values = _hints(kind), {}
     missing = [
         name
         for name, field in known.items()
@@ -378,10 +373,9 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
                 value = read_fields(inner, value, f"{name}.")
             elif isinstance(value, int) and str(known[name].type).startswith("float"):
                 value = float(value)
-            for check, *limits in getattr(hints[name], "__metadata__", ()):
-                value = (
-                    None if value is known[name].default is None else check(name, value, *limits)
-                )
+            if value is not None or known[name].default is not None:
+                for check, *limits in getattr(hints[name], "__metadata__", ()):
+                    value = check(name, value, *limits)
             values[name] = value
         return kind(**values)
     except ValueError as error:  # a message begins with a field: it gets the name of its flag

@@ -22,7 +22,7 @@ from launch.lib import entry
 from launch.lib.cells import machine_identity
 from launch.lib.experiment import Experiment, build
 from launch.lib.fields import MACHINE, ExperimentConfig
-from specsamp import machine, storage
+from specsamp import Method, Pair, machine, storage, use_compilation_cache
 from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.calls import TIMED_LENGTH, time_calls
@@ -30,9 +30,6 @@ from specsamp.analysis.costs import PerCall
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.trained_pair import pair_folder
-from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 
 ACCEPTANCE = "acceptance.json"  # in the folder of a pair
 FEW_PROMPTS = 4  # decoded if no file has the acceptance

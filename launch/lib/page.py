@@ -55,11 +55,9 @@ def filled(text: str) -> str:
     """Returns a page with its marks filled again; raises ValueError for a mark that is misspelt or
     has no end.
     """
-    whole = [line for mark in MARK.finditer(text) for line in OPENED.findall(mark[0])]
-    if len(whole) < len(all_marks := OPENED.findall(text)):
-        wrong = next(line for line in all_marks if all_marks.count(line) > whole.count(line))
+    if wrong := OPENED.search(MARK.sub("", text)):
         raise ValueError(
-            f"{wrong} is misspelt or has no other end: write <!-- table: NAME -->, and <!-- end "
+            f"{wrong[0]} is misspelt or has no other end: write <!-- table: NAME -->, and <!-- end "
             "--> below it"
         )
     return MARK.sub(lambda mark: mark[1] + content(mark[2], mark[3]) + "\n" + mark[5], text)
@@ -67,15 +65,14 @@ def filled(text: str) -> str:
 
 def shown(texts: Iterable[str]) -> set[str]:
     """Returns the results in the marks of pages and in their tables."""
-    marks = [(mark[2], mark[3]) for text in texts for mark in MARK.finditer(text)]
-    known = all_tables()
-    return {
-        name
-        for kind, names in marks
-        for name in (
-            names.split() if kind == "files" else known[names].results if names in known else ()
-        )
-    }
+    found, known = set(), all_tables()
+    for mark in MARK.finditer("\n".join(texts)):
+        kind, names = mark[2], mark[3]
+        if kind == "files":
+            found.update(names.split())
+        elif names in known:
+            found.update(known[names].results)
+    return found
 
 
 def all_tables() -> dict[str, Published]:

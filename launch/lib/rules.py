@@ -7,12 +7,21 @@ defaults. The kind of siblings follows the name of a rule for token trees: "recu
 """
 
 from launch.lib.own_code import evaluate, is_own
-from specsamp import validate
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule, TraversalRule
+from specsamp import (
+    EARS,
+    BlockRule,
+    Bounded,
+    CoupledRule,
+    JointThreshold,
+    KSeqRule,
+    Lenience,
+    RecursiveRule,
+    Rule,
+    TokenRule,
+    TraversalRule,
+    Typical,
+    validate,
+)
 
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 TREES = {"recursive": RecursiveRule, "traversal": TraversalRule, "kseq": KSeqRule}

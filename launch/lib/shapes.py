@@ -4,17 +4,15 @@ import dataclasses
 import pathlib
 
 from launch.lib.fields import ExperimentConfig
-from specsamp import storage
+from specsamp import EarlyExitDrafter, TransformerLM, storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.public_heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.checkpoints.trained_pair import HEADS
-from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
-from specsamp.models.transformer import TransformerLM
 
 EAGLE3_VOCABULARY = 32_000
 

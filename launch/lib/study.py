@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import flags
 from rich.console import Console
 
 import specsamp
@@ -40,6 +39,7 @@ OF_ALL = {
         None,
         "Measure nothing: show the results in this folder, such as notebooks/results.",
     ),
+    **{name: entry.OF_SEVERAL[name] for name in ("output", "again")},
 }
 
 
@@ -96,13 +96,10 @@ def load_study(name: str) -> Study:
 def run_study(study: Study, arguments: Sequence[str]) -> int:
     """Runs a study with the flags of the arguments, and returns the exit status."""
     described = OF_ALL | study.options
-    for name, (default, help) in described.items():
-        define = flags.DEFINE_list if isinstance(default, list) else flags.DEFINE_string
-        define(name, default, help)
-    shared = [entry.define(name).name for name in ("output", "again")]
+    defined = {name: entry.define(name, described) for name in described}
 
     def main() -> None:
-        values = {name: flags.FLAGS[name].value for name in (*described, *shared)}
+        values = {name: flag.value for name, flag in defined.items()}
         _run(study, types.SimpleNamespace(**values), entry.make_console())
 
     text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__

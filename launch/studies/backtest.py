@@ -65,34 +65,34 @@ def parts_of(checks: Sequence[Document]) -> dict[str, list[Document]]:
     return parts
 
 
-def summary(checks: Sequence[Document]) -> tuple[str, ...]:
-    """Returns the errors of forecasts: rows, median and worst error, the number of bands that hold,
-    and the factor for nine of ten.
+def summary(checks: Sequence[Document]) -> dict[str, str]:
+    """Returns the errors of forecasts by column: rows, median and worst error, the number of bands
+    that hold, and the factor for nine of ten.
     """
     bands = [(check["band"], check["measured_ms"]) for check in checks]
-    errors = (
-        []
-        if any(band.open for band, _ in bands)
-        else [abs(band.likely / ms - 1) for band, ms in bands]
-    )
-    # Of values alone.
-    told = [f"{error:.0%}" for error in (np.median(errors), max(errors))] if errors else ["", ""]
+    errors = [abs(band.likely / ms - 1) for band, ms in bands]
+    has_values = not any(band.open for band, _ in bands)
     beyond = sorted(
         max(0.0, math.log(ms / band.most), math.log(band.least / ms)) for band, ms in bands
     )
     factor = beyond[math.ceil(COVERED * len(beyond)) - 1]
-    held = f"{sum(band.covers(ms) for band, ms in bands)} of {len(bands)}"
-    return (str(len(bands)), *told, held, two_digits(math.exp(factor)) if factor else "")
+    return {
+        "rows": f"{len(bands)}",
+        "median error": f"{np.median(errors):.0%}" if has_values else "",
+        "worst error": f"{max(errors):.0%}" if has_values else "",
+        "within the band": f"{sum(band.covers(ms) for band, ms in bands)} of {len(bands)}",
+        "wider by, to hold 90%": two_digits(math.exp(factor)) if factor else "",
+    }
 
 
 def backtest_table(document: Document) -> Table:
     """Returns how forecasts of each part did."""
     checks = checks_of(document)
-    rows = [(name, *summary(part)) for name, part in parts_of(checks).items()]
-    number, *_, held, _ = summary([check for check in checks if check["left_out"] != "source"])
-    rows.append(("all of these, steps by layout", number, "", "", held, ""))
-    header = ("", "rows", "median error", "worst error", "within the band", "wider by, to hold 90%")
-    return Table(title="Published steps, forecast from the others", header=header, rows=rows)
+    rows = [{"": name} | summary(part) for name, part in parts_of(checks).items()]
+    every = summary([check for check in checks if check["left_out"] != "source"])
+    whole = {name: every[name] for name in ("rows", "within the band")}
+    rows.append({"": "all of these, steps by layout"} | whole)
+    return Table.of("Published steps, forecast from the others", rows)
 
 
 STUDY = Study(

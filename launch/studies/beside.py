@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from launch.lib.study import Document, Published, Say, Study
+from specsamp import NgramDrafter, generate, greedy
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles
 from specsamp.checkpoints.public_pair import read_pair
-from specsamp.decoding.drafters import NgramDrafter
-from specsamp.decoding.generate import generate
 from specsamp.evaluation.task import first_of_each
 from specsamp.evaluation.tasks import load_task
-from specsamp.sampling.warp import greedy
 
 K = 4
 NEAR = 1e-3  # logits
@@ -138,18 +136,15 @@ def beside_table(document: Document) -> Table:
         equal = f"{document['questions'] - len(found)} of {document['questions']}"
         compared = equal + (f"; near-ties: {near} of {len(found)}" if found else "")
         rows.append(
-            (
-                name,
-                f"{ms['median']:.1f} ({ms['lower']:.1f} to {ms['upper']:.1f})",
-                compared if name in OURS else "",
-            )
+            {
+                "": name,
+                "ms per token": f"{ms['median']:.1f} ({ms['lower']:.1f} to {ms['upper']:.1f})",
+                "equal completions": compared if name in OURS else "",
+            }
         )
-    return Table(
-        title=f"Beside transformers: greedy, {document['new_tokens']} tokens, K = {K}",
-        header=("", "ms per token", "equal completions"),
-        rows=rows,
-        note=f"Quartiles over questions. A near-tie has a margin below {NEAR:g} logits.",
-    )
+    title = f"Beside transformers: greedy, {document['new_tokens']} tokens, K = {K}"
+    note = f"Quartiles over questions. A near-tie has a margin below {NEAR:g} logits."
+    return Table.of(title, rows, note=note)
 
 
 STUDY = Study(

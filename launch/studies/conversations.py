@@ -142,25 +142,14 @@ def words_of(text: str) -> list[str]:
 def conversations_table(document: Document) -> Table:
     """Returns the counts."""
     looked_for = sum(test["looked_for"] for test in document["tests"].values())
-    row = [
-        document[name]
-        for name in ("conversations", "tokens", "answers_that_end", f"distinct_{GRAM}_grams")
-    ]
-    cells = (
-        f"{row[0]:,}",
-        f"{row[1]:,}",
-        f"{row[2]:.0%}",
-        f"{row[3]:.0%}",
-        f"{looked_for:,}, none found",
-    )
-    header = (
-        "conversations",
-        "tokens",
-        "answers that end",
-        f"distinct {GRAM}-grams",
-        "prompts of tests",
-    )
-    return Table(title="Conversations that a target wrote", header=header, rows=[cells], left=0)
+    row = {
+        "conversations": f"{document['conversations']:,}",
+        "tokens": f"{document['tokens']:,}",
+        "answers that end": f"{document['answers_that_end']:.0%}",
+        f"distinct {GRAM}-grams": f"{document[f'distinct_{GRAM}_grams']:.0%}",
+        "prompts of tests": f"{looked_for:,}, none found",
+    }
+    return Table.of("Conversations that a target wrote", [row], left=0)
 
 
 STUDY = Study(

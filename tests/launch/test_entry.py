@@ -52,7 +52,7 @@ def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
     """A file of the same name in the current folder takes precedence."""
     config_file = importlib.import_module("launch.lib.config")
     monkeypatch.chdir(tmp_path)
-    assert config_file.load_file("configs/random_pair.py:tiny").SIZES
+    assert config_file.load_file("configs/random_pair.py:tiny").SHAPES
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "random_pair.py").write_text("MINE = 1")
     assert config_file.load_file("configs/random_pair.py").MINE == 1

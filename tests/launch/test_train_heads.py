@@ -70,7 +70,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
     with pytest.raises(
         ValueError,
-        match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal",
+        match=r"hidden_layers was \(0, 1\), is \(1, 0\); .*norm_before_residual was True, is Fal",
     ):
         train.run_training(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
     elsewhere = tmp_path / "elsewhere"  # texts with other frequent tokens
