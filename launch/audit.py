@@ -105,12 +105,11 @@ def main() -> int:
     )
     use_compilation_cache()
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
-    subject = make_subject(config, experiment, _COUNT.value)
+    subject = make_subject(experiment, _COUNT.value)
     console.print(headline(experiment))
     with entry.progress(console, "starting") as say:
         found = audit(subject, settings, progress=say)
-    checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
-    entry.show([audit_table(checks, claims=True)], console)
+    entry.show([audit_table(report.as_json(found.checks), claims=True)], console)
     console.print(found.summary, style="bold green" if found.passed else "bold red")
     document = {
         "config": config.recorded,
@@ -140,30 +139,33 @@ def audit_engine(console: Console) -> int:
         raise ValueError(
             f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}'
         ) from error
-    prompts = [one for one in read_prompts(_PROMPTS.value) if isinstance(one, str)][
-        : _DISTRIBUTION_PROMPTS.value
-    ]
+    texts = [one for one in read_prompts(_PROMPTS.value) if isinstance(one, str)]
+    prompts = texts[: _DISTRIBUTION_PROMPTS.value]
     if not prompts:
         raise ValueError(
             "--engine needs --prompts: texts after which the next tokens are uncertain"
         )
-    own = {} if _REFERENCE.value else {"logprobs": 0}
+    reference = _REFERENCE.value and RemoteEngine(_REFERENCE.value, fields)
+    engine = RemoteEngine(_ENGINE.value, fields if reference else {"logprobs": 0} | fields)
     with entry.progress(console, "starting") as say:
         check = compare_endpoints(
-            RemoteEngine(_ENGINE.value, own | fields),
-            RemoteEngine(_REFERENCE.value, fields) if _REFERENCE.value else None,
+            engine,
+            reference,
             prompts,
             detect=_DETECT.value,
             level=_FALSE_ALARM.value,
             progress=say,
         )
-    found = report.as_json(dataclasses.asdict(check))
-    entry.show([audit_table([found], claims=True)], console)
-    passed, asked = (
-        check.verdict is Status.PASSED,
-        {"engine": _ENGINE.value, "reference": _REFERENCE.value},
-    )
-    document = {**asked, "prompts": prompts, "request": fields, "passed": passed, "check": found}
+    entry.show([audit_table(report.as_json([check]), claims=True)], console)
+    passed = check.verdict is Status.PASSED
+    document = {
+        "engine": _ENGINE.value,
+        "reference": _REFERENCE.value,
+        "prompts": prompts,
+        "request": fields,
+        "passed": passed,
+        "check": check,
+    }
     entry.write_result(_OUTPUT.value, document, console)
     return 0 if passed else FAILED
 

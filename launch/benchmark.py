@@ -99,20 +99,20 @@ def main() -> None:
     entry.check_output(output)
     identity = known_identity(config)
     grid.Results.open(output, identity)  # another run's file is refused before weights are read
-    if _TRACE.value and jax.config.jax_disable_jit:
-        raise ValueError(
-            "--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two"
-        )
     if _TRACE.value:
+        if jax.config.jax_disable_jit:
+            raise ValueError(
+                "--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the "
+                "two"
+            )
         entry.check_output(f"{_TRACE.value.rstrip('/')}/profile", "trace")
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     console.print(headline(experiment))
     cells = replica.part(dict(enumerate(make_cells(configs, experiment))), "cells")
     results = grid.Results.open(output, identity | pair_identity(experiment))
-    if output and replica.is_whole:
-        for path in files_of(output):
-            results.take_over(path)
+    for path in files_of(output) if output and replica.is_whole else ():
+        results.take_over(path)
     measure_all(list(cells.values()), results, experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print(
@@ -143,8 +143,8 @@ def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, consol
         [cell.facts for cell in cells], measure, results, _AGAIN.value, console
     )
     if _TRACE.value:
-        (cell,), folder = cells, entry.visible(_TRACE.value)
-        (decoder,) = decoders(pair, {"speculative": cell.method}, cell.workload).values()
+        cell, folder = cells[0], entry.visible(_TRACE.value)
+        decoder = decoders(pair, {"": cell.method}, cell.workload)[""]
         with entry.progress(console, "compiling and tracing"):
             write_profile(decoder, _TRACE.value)
         console.print(
@@ -159,13 +159,10 @@ def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, consol
             f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim"
         )
     rows = [results.find(cell.key) for cell in cells]
-    title = (
-        "SYNTHETIC ACCEPTANCE, see the rows"
-        if made_up
-        else "Cells, each in turn with plain decoding"
-    )
-    entry.show([tables.grid_table(title, rows)], console)
-    entry.show(costs.cost_tables(costs_of(rows), costs.chips_of(pair), _CHIP_HOUR.value), console)
+    title = "Cells, each in turn with plain decoding"
+    table = tables.grid_table("SYNTHETIC ACCEPTANCE, see the rows" if made_up else title, rows)
+    dollars = costs.cost_tables(costs_of(rows), costs.chips_of(pair), _CHIP_HOUR.value)
+    entry.show([table, *dollars], console)
     if len(cells) == len(measured) == 1:
         label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
         entry.show(tables.result_tables(measured[0], label), console)

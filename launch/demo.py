@@ -71,16 +71,11 @@ def main() -> None:
         # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
         warp = chain(temperature(float(name == "sampled")), experiment.method.sampling)
         methods = {
-            "autoregressive": Method(drafter=NoDrafter()),
-            "speculative": of_name.make_method(experiment.pair),
+            "autoregressive": Method(drafter=NoDrafter(), sampling=warp),
+            "speculative": dataclasses.replace(of_name.make_method(experiment.pair), sampling=warp),
         }
-        methods = {
-            side: dataclasses.replace(method, sampling=warp) for side, method in methods.items()
-        }
-        sides[name] = {
-            side: kept(one)
-            for side, one in decoders(experiment.pair, methods, experiment.workload).items()
-        }
+        made = decoders(experiment.pair, methods, experiment.workload)
+        sides[name] = {side: kept(decoder) for side, decoder in made.items()}
     start = time.perf_counter()
     with entry.progress(console, "compiling, then decoding"):
         sides["sampled"]["speculative"].compile()

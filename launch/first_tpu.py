@@ -247,7 +247,7 @@ def audit_pair(config: ExperimentConfig) -> Found:
         model = math.gcd(devices, AUDITED_HEADS)
         config = trained.turned({"mesh.data": devices // model, "mesh.model": model})
     experiment, reason = build_with_kernels(config)
-    subject = make_subject(config, experiment, 4 if _INTERPRET.value else 16)
+    subject = make_subject(experiment, 4 if _INTERPRET.value else 16)
     found = audit(subject, AUDIT[_INTERPRET.value])
     said = f"WITHOUT KERNELS, {reason}; {found.summary}" if reason else found.summary
     return Found(found.passed and not reason, said, found)

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from launch.lib import entry
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp import machine, storage
-from specsamp.analysis.grid import Cell, Results, describe, measure_cells
+from specsamp.analysis.grid import SIDES, Cell, Results, describe, measure_cells
 from specsamp.decoding.request import Prompt
 from specsamp.models import few_rows
 
@@ -25,18 +24,10 @@ Point = dict[str, Any]  # values of fields of the configuration
 # another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
 TURNED = {
-    "draft_length",
-    "drafter",
-    "exit_layer",
-    "window",
-    "sinks",
-    "corpus",
-    "mask_id",
-    "rule",
-    "batch",
-    "draft_temperature",
+    *("draft_length", "drafter", "exit_layer", "window", "sinks", "corpus", "mask_id", "rule"),
+    *("batch", "draft_temperature", "synthetic_acceptance"),
+    *(f"sampling.{name}" for name in SAMPLING_FIELDS),
 }
-TURNED |= {"synthetic_acceptance", *(f"sampling.{name}" for name in SAMPLING_FIELDS)}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
@@ -44,67 +35,75 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     varies fastest.
     """
 
-    def value(text: str) -> Any:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return text
-
     fields: dict[str, list[Any]] = {}
     for text in texts:
-        field, equals, values = text.partition("=")
+        field, _, values = text.partition("=")
         listed = [part.strip() for part in values.split(",")]
-        if not equals or not all(listed):
+        if not all(listed):
             raise ValueError(
                 f"--grid={text}: write a field and its values, such as draft_length=0,1,4"
             )
         if field in fields:
             raise ValueError(f"--grid={text}: {field!r} is given twice")
-        fields[field] = [value(part) for part in listed]
+        fields[field] = [_value(part) for part in listed]
     return [dict(zip(fields, point)) for point in itertools.product(*fields.values())]
+
+
+def _value(text: str) -> Any:
+    """Returns the number that a text writes, or else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def turned(config: ExperimentConfig, points: Sequence[Point]) -> list[ExperimentConfig]:
     """Returns the configuration at each point; raises ValueError for a field that no grid can
     change, or a wrong value.
     """
-    for field in {field for point in points for field in point} - TURNED:
+    if others := set().union(*points) - TURNED:
         raise ValueError(
-            f"--grid: {field!r} makes another pair or text: choose of {', '.join(sorted(TURNED))}"
+            f"--grid: {min(others)!r} makes another pair or text: choose of "
+            f"{', '.join(sorted(TURNED))}"
         )
     return [config.turned(point) for point in points]
 
 
 def make_cells(configs: Sequence[ExperimentConfig], experiment: Experiment) -> list[Cell]:
     """Returns a cell for each configuration, the first of equal ones."""
-    cells: dict[str, Cell] = {}
+    cells: list[Cell] = []
     for config in configs:
         cell = _cell(config, experiment)
-        cells.setdefault(json.dumps(cell.key), cell)
-    return list(cells.values())
+        if cell.key not in [other.key for other in cells]:
+            cells.append(cell)
+    return cells
 
 
 def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
-    plain = config.is_plain
     key = {
-        "draft_length": 0 if plain else config.draft_length,
-        "drafter": "none" if plain else config.drafter_name,
-        "rule": "token" if plain else config.rule,
+        "draft_length": 0,
+        "drafter": "none",
+        "rule": "token",
         "batch": config.batch,
-        **{name: getattr(config.sampling, name) for name in SAMPLING_FIELDS},
-        "draft_temperature": None if plain else config.draft_temperature,
+        **dataclasses.asdict(config.sampling),
+        "draft_temperature": None,
     }
-    if not plain and not config.adaptive.is_off:
-        key["adaptive"] = dataclasses.asdict(config.adaptive)
-    if not plain and config.synthetic_acceptance is not None:
-        key["synthetic_acceptance"] = config.synthetic_acceptance
-    method = config.make_method(experiment.pair)
+    if not config.is_plain:
+        key |= {
+            "draft_length": config.draft_length,
+            "drafter": config.drafter_name,
+            "rule": config.rule,
+            "draft_temperature": config.draft_temperature,
+        }
+        if not config.adaptive.is_off:
+            key["adaptive"] = dataclasses.asdict(config.adaptive)
+        if config.synthetic_acceptance is not None:
+            key["synthetic_acceptance"] = config.synthetic_acceptance
+    work = experiment.workload
     return Cell(
         key=key,
-        method=method,
-        workload=dataclasses.replace(
-            experiment.workload, batch=config.batch, repeats=config.repeats
-        ),
+        method=config.make_method(experiment.pair),
+        workload=dataclasses.replace(work, batch=config.batch, repeats=config.repeats),
     )
 
 
@@ -154,20 +153,19 @@ def known_identity(config: ExperimentConfig) -> dict[str, Any]:
 def pair_identity(experiment: Experiment) -> dict[str, Any]:
     """Returns the identity of pair and prompts, for files of results."""
     work = experiment.workload
-    prompts = (
-        {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())}
-        if work.prompts
-        else None
-    )
-    return {
+    known = {
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "random_weights": experiment.pair_name is None,
         "models": experiment.configs,
-        "prompts": prompts,
-    } | (
-        {} if experiment.pair.target.kernels is None else {"kernels": True}
-    )  # absent where "auto" became plain
+        "prompts": None,
+    }
+    if work.prompts:
+        crc32 = zlib.crc32(repr(work.prompts).encode())
+        known["prompts"] = {"count": len(work.prompts), "crc32": crc32}
+    if experiment.pair.target.kernels is not None:  # "auto" may have become plain
+        known["kernels"] = True
+    return known
 
 
 def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
@@ -177,11 +175,11 @@ def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     rows = []
     for cell in cells:
         if "result" in cell:
-            result, name = cell["result"], describe(cell["key"])
-            rows += [(f"{name}, plain", result["autoregressive"]["ms_per_token"]["median"])]
-            rows += [(name, result["speculative"]["ms_per_token"]["median"])] * bool(
-                cell["key"]["draft_length"]
-            )
+            name = describe(cell["key"])
+            ms = {side: cell["result"][side]["ms_per_token"]["median"] for side in SIDES}
+            rows.append((f"{name}, plain", ms["autoregressive"]))
+            if cell["key"]["draft_length"]:
+                rows.append((name, ms["speculative"]))
     return rows
 
 
@@ -206,11 +204,8 @@ def read_prompts(path: str | None) -> list[Prompt]:
             ]
     else:
         prompts = [line.replace("\\n", "\n") for line in storage.read_text(path).splitlines()]
-    if not prompts or not all(prompts):
-        where = (
-            f"prompt {prompts.index('') + 1} of {path} is empty"
-            if prompts
-            else f"{path} holds no prompts"
-        )
-        raise ValueError(where)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    if not all(prompts):
+        raise ValueError(f"prompt {prompts.index('') + 1} of {path} is empty")
     return prompts

@@ -107,11 +107,12 @@ OF_SEVERAL = {
 }
 
 
-KINDS = {bool: flags.DEFINE_bool, list: flags.DEFINE_list}  # of flags, by the type of the default
+# Kinds of flags, by the type of the default.
+KINDS = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, list: flags.DEFINE_list}
 
 
 def define(name: str, described: Mapping[str, tuple[Any, str]] = OF_SEVERAL) -> flags.FlagHolder:
-    """Defines a flag by its default and its help; without a kind of its own it is a text."""
+    """Defines a flag by its default, whose type it has, and its help; None is of a text."""
     default, help = described[name]
     return KINDS.get(type(default), flags.DEFINE_string)(name, default, help)
 

@@ -58,11 +58,8 @@ def use_few_rows(config: ExperimentConfig, console: Console) -> None:
     """Turns on the kernel of `specsamp.models.few_rows` for a pair on one CPU device, and prints
     whether it is used.
     """
-    if (
-        jax.default_backend() == "cpu"
-        and config.mesh.data * config.mesh.model == 1
-        and not jax.config.jax_disable_jit
-    ):
+    one_device = config.mesh.data * config.mesh.model == 1
+    if jax.default_backend() == "cpu" and one_device and not jax.config.jax_disable_jit:
         with entry.progress(console, "building the kernel for few rows, unless it is kept already"):
             found = few_rows.build()
         console.print(found, style="dim")
@@ -108,10 +105,7 @@ def build(
     for side, model in known.items():
         if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
-    name, over = (
-        config.pair,
-        {"draft_model_parallelism": config.mesh.draft_model_parallelism or None},
-    )
+    name, draft_devices = config.pair, config.mesh.draft_devices
     if prompts and not config.writes_text:
         raise ValueError(
             "--config names a pair without a tokenizer, which reads and writes no text: give "
@@ -123,10 +117,11 @@ def build(
         workload = with_prompts(workload, pair, prompts or config.prompts, chat=bool(config.chat))
     elif name is not None:
         pair = load_pair(name, draft=word.draft or "model", int8=config.int8.sides)
-        pair = pair if mesh is None else shard(pair, mesh, **over)
+        if mesh is not None:
+            pair = shard(pair, mesh, draft_model_parallelism=draft_devices)
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     else:
-        pair = bare_pair(known["target"], known["draft"], config.seed, mesh=mesh, **over)
+        pair = bare_pair(known["target"], known.get("draft"), config.seed, mesh, draft_devices)
     pair = with_attention(pair, config.attention)
     method = config.make_method(pair)
     if pair.vocabulary is not None and workload.prompts:
@@ -165,7 +160,7 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
         dtype=names.dtype,
         int8=config.int8.sides,
         mesh=mesh,
-        draft_model_parallelism=config.mesh.draft_model_parallelism or None,
+        draft_model_parallelism=config.mesh.draft_devices,
         progress=entry.weights_progress(console),
         say=lambda text: console.print(entry.visible(text)),
         check=config.make_drafter,
@@ -178,18 +173,16 @@ def with_prompts(
     """Returns the workload with prompts and room for the longest; with ``chat``, texts are messages
     of a user.
     """
-    for text in filter(lambda one: isinstance(one, str), prompts):
-        if isinstance(pair.tokenizer, JsonTokenizer) and not pair.tokenizer.knows(text):
-            raise ValueError(f"the pair has no token of {text[:40]!r}: it reads other texts")
-    asked = [
-        [{"role": "user", "content": one}] if chat and isinstance(one, str) else one
-        for one in prompts
-    ]
+    asked = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if isinstance(pair.tokenizer, JsonTokenizer) and not pair.tokenizer.knows(prompt):
+                raise ValueError(f"the pair has no token of {prompt[:40]!r}: it reads other texts")
+            prompt = [{"role": "user", "content": prompt}] if chat else prompt
+        asked.append(prompt)
     tokens = tuple(map(tuple, encode(pair, asked)))
-    longest = max(map(len, tokens))
-    return dataclasses.replace(
-        workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest)
-    )
+    longest = max(workload.prompt_length, *map(len, tokens))
+    return dataclasses.replace(workload, prompts=tokens, prompt_length=longest)
 
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
@@ -197,10 +190,8 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     weights.
     """
     pair, work, drafter = experiment.pair, experiment.workload, experiment.method.drafter
-    device, devices = (
-        jax.devices()[0],
-        jax.device_count() if isinstance(pair.target, ShardedModel) else 1,
-    )
+    device = jax.devices()[0]
+    devices = jax.device_count() if isinstance(pair.target, ShardedModel) else 1
     length = drafter.K if experiment.method.adaptive is None else f"adaptive, up to {drafter.K}"
     cell = (
         f"{type(drafter).__name__} K = {length}, {rule_name(experiment.method.rule)}, batch "
@@ -211,10 +202,8 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
         "speedup mean nothing."
     )
     if experiment.pair_name:
-        weights = (
-            f"the pair {experiment.pair_name!r}, {len(work.prompts)} "
-            f"prompt{'s' * (len(work.prompts) != 1)}"
-        )
+        count = len(work.prompts)
+        weights = f"the pair {experiment.pair_name!r}, {count} prompt{'s' * (count != 1)}"
     drafting = "no draft"
     if pair.draft_or_head is not None:
         drafting = f"{'draft' if pair.head is None else 'head'} {_size(pair.draft_params)}"
@@ -242,23 +231,27 @@ def bare_pair(
     target: TransformerLM,
     draft: TransformerLM | None,
     seed: int,
-    *,
     mesh: Mesh | None = None,
-    draft_model_parallelism: int | None = None,
+    draft_devices: int | None = None,
 ) -> Pair:
     """Makes a pair with random parameters, in the compute dtype and on their devices; it has no
     tokenizer.
     """
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
-        draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
+        draft = draft and shard_model(draft, draft_layout(mesh, draft_devices))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # one step at a time would take minutes
         target_params, draft_params = (
             model and random_params(model, key) for model, key in zip((target, draft), keys)
         )
-    pair = Pair(target=target, target_params=target_params, draft=draft, draft_params=draft_params)
-    return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
+    return Pair(
+        target=target,
+        target_params=target_params,
+        draft=draft,
+        draft_params=draft_params,
+        shards=DataShards(mesh),
+    )
 
 
 def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
@@ -279,14 +272,13 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
     device.
     """
     fields = config.mesh
-    draft_model_parallelism = fields.draft_model_parallelism or None
     if fields.data * fields.model == 1 and jax.process_count() == 1:
-        mesh_axes(1, 1, draft_model_parallelism)  # refuses more devices for the draft
+        mesh_axes(1, 1, fields.draft_devices)  # refuses more devices for the draft
         return None
     return make_mesh(
         fields.data,
         fields.model,
-        draft_model_parallelism=draft_model_parallelism,
+        draft_model_parallelism=fields.draft_devices,
         num_kv_heads=config.num_kv_heads,
         rows=config.batch // fields.data,
     )

@@ -129,6 +129,11 @@ class MeshFields:
     draft_model_parallelism: Whole = 0
     num_kv_heads: int | None = None  # of public checkpoints; otherwise of the shape
 
+    @property
+    def draft_devices(self) -> int | None:
+        """Returns the devices of a copy of the draft; None: as many as the target's."""
+        return self.draft_model_parallelism or None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicNames:

@@ -69,11 +69,9 @@ class Calls:
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
         # None is kept yet, or it is damaged.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            found = storage.read_json(path)["costs"]
-            return cls(
-                config=config,
-                costs={word: PerCall.from_json(of_word) for word, of_word in found.items()},
-            )
+            kept = storage.read_json(path)["costs"].items()
+            costs = {word: PerCall.from_json(of_word) for word, of_word in kept}
+            return cls(config=config, costs=costs)
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
             pair, work = calls.experiment.pair, calls.experiment.workload
@@ -105,14 +103,11 @@ class Calls:
                 }
         pair = self.experiment.pair
         work = dataclasses.replace(self.experiment.workload, repeats=FEW_PROMPTS)
-        sides = decoders(pair, candidates(config, pair), work)
-        texts = {
-            word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)]
-            for word, side in sides.items()
-        }
         return {
-            word: Profile.of_texts([row for rows in turns for row in rows])
-            for word, turns in texts.items()
+            word: Profile.of_texts(
+                [row for turn in range(FEW_PROMPTS) for row in side.decode(turn).rows]
+            )
+            for word, side in decoders(pair, candidates(config, pair), work).items()
         }
 
 
@@ -130,7 +125,7 @@ def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:
     """Returns a method for each candidate drafter: the configuration's, and for a draft model also
     prompt lookup.
     """
-    tried = dict.fromkeys([config.drafter, *["ngram"] * (config.word.draft == "model")])
+    tried = [config.drafter, "ngram"] if config.word.draft == "model" else [config.drafter]
     return {
         word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}).make_method(pair)
         for word in tried

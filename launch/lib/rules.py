@@ -26,8 +26,14 @@ from specsamp import (
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 TREES = {"recursive": RecursiveRule, "traversal": TraversalRule, "kseq": KSeqRule}
 BOUNDED = "bounded"
-LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, "joint": JointThreshold}
-LOSSY[BOUNDED] = Bounded
+LOSSY = {
+    "ears": EARS,
+    "lenience": Lenience,
+    "typical": Typical,
+    "joint": JointThreshold,
+    BOUNDED: Bounded,
+}
+KNOWN = RULES | TREES | LOSSY
 CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2, "joint": 1}  # the most that may follow
 
 
@@ -36,7 +42,7 @@ def make_rule(word: str) -> Rule:
     if is_own(str(word)):
         return evaluate("--config.rule", word, Rule)
     name, *constants = str(word).split(":")
-    rule = (RULES | TREES | LOSSY)[validate.choice("rule", name, RULES | TREES | LOSSY)]
+    rule = KNOWN[validate.choice("rule", name, KNOWN)]
     if name in TREES and len(constants) <= 1:
         return rule(*constants)
     if name == BOUNDED:

@@ -8,23 +8,24 @@ from specsamp import EarlyExitDrafter, TransformerLM, storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.public_heads import open_head
-from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.checkpoints.published import CONFIGS
 from specsamp.checkpoints.trained_pair import HEADS
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
 
 EAGLE3_VOCABULARY = 32_000
+# Fields of the layer of an EAGLE-3 head that are the target's.
+SHARED = "vocab_size width num_heads num_kv_heads head_size feedforward_width max_positions "
+SHARED += "rotary_base rotary_scaling dtype weight_dtype cache_dtype"
 
 
 def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
     """Returns the shape of the published EAGLE-3 heads: a layer of the family of Llama with the
     sizes of the target, and its 32,000 most frequent tokens.
     """
-    shared = "vocab_size width num_heads num_kv_heads head_size feedforward_width max_positions"
-    shared += " rotary_base rotary_scaling dtype weight_dtype cache_dtype"
     layer = models.TransformerConfig(
-        **{name: getattr(target, name) for name in shared.split()},
+        **{name: getattr(target, name) for name in SHARED.split()},
         num_layers=1,
         positions="rotary",
         gated=True,
@@ -64,13 +65,11 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
     models = {}
     for side in ("target",) if config.word.draft in HEADS else ("target", "draft"):
         name = getattr(config.hugging_face, side)
-        if name and (path := pathlib.Path(name, "config.json").expanduser()).is_file():
-            shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]
-        elif name in CONFIGS:
-            shape = published_config(name, config.hugging_face.dtype)
-        else:
-            continue
-        models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
+        path = pathlib.Path(name, "config.json").expanduser()
+        content = storage.read_json(path) if name and path.is_file() else CONFIGS.get(name)
+        if content is not None:
+            shape = parse_config(name, content, config.hugging_face.dtype)[1]
+            models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
     return models
 
 

@@ -64,7 +64,8 @@ class Study:
       question: the question of the study, in one sentence.
       measure: returns the result as JSON (dataclasses allowed).
       tables: the tables of committed results, by their names in pages.
-      options: default and help of its flags, texts, or lists of texts if the default is a list.
+      options: default and help of its flags, which have the type of the default; one whose default
+        is None is a text that must be given.
       prepare: checks the options, and adds fields to them for the functions below.
       identity: returns the options that the result depends on, by default all options; a file of
         another identity is refused. Study and machine are always part of the identity.
@@ -137,6 +138,9 @@ def _measured(study: Study, options: types.SimpleNamespace, console: Console) ->
     """Returns the document; measures it if the output lacks it."""
     entry.check_output(options.output)
     given = {name: getattr(options, name) for name in study.options}
+    for name, (default, _) in study.options.items():
+        if default is None and given[name] is None:
+            raise ValueError(f"give --{name}: see --help")
     study.prepare(options)
     identity = {"study": study.measure.__module__.rpartition(".")[2], **machine_identity()}
     identity |= {"options": given} if study.identity is None else study.identity(options)

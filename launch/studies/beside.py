@@ -32,15 +32,12 @@ THEIRS = ("transformers, plain", "transformers, prompt lookup")
 
 def prepare(options: Any) -> None:
     """Reads both sides and the questions."""
-    for name in ("target", "head", "source"):
-        if not getattr(options, name):
-            raise ValueError(f"give --{name}: see --help")
     try:
         import torch
         import transformers
     except ImportError as error:
         raise ValueError(f"{error}: pip install torch transformers") from error
-    torch.set_num_threads(int(options.threads))
+    torch.set_num_threads(options.threads)
     options.torch = torch
     options.pair = read_pair(options.target, options.head, is_head=True, dtype="float32")
     options.theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -48,37 +45,34 @@ def prepare(options: Any) -> None:
     )
     options.theirs.generation_config.eos_token_id = None  # completions have a fixed length
     problems = load_task("spec_bench", options.source).problems
-    options.questions = first_of_each(problems, int(options.of_each))
+    options.questions = first_of_each(problems, options.of_each)
 
 
 def measure(options: Any, say: Say) -> dict[str, Any]:
     """Answers every question on both sides."""
-    completions = collections.defaultdict(list)
-    seconds = collections.defaultdict(list)
-    differing = []
+    seconds, differing = collections.defaultdict(list), []
     for number, question in enumerate(options.questions):
         say(f"{number} of {len(options.questions)} questions")
         message = [{"role": "user", "content": question.prompt}]
         prompt = options.pair.tokenizer.encode_chat(message)
-        runs = runs_of(options, prompt)
-        for name, run in runs.items():
+        completions = {}
+        for name, run in runs_of(options, prompt).items():
             if name in OURS:
                 run()  # compiles
             start = time.perf_counter()
-            tokens = run()
-            seconds[name].append((time.perf_counter() - start) / len(tokens))
-            completions[name].append(tokens)
-        reference = completions[THEIRS[0]][-1]
+            completions[name] = run()
+            seconds[name].append((time.perf_counter() - start) / len(completions[name]))
+        reference = completions[THEIRS[0]]
         for name in OURS:
-            if (tokens := completions[name][-1]) != reference:
-                at = first_difference(tokens, reference)
+            if completions[name] != reference:
+                at = first_difference(completions[name], reference)
                 margin = margin_of(options, prompt + reference[:at])
                 differing.append(
                     {"question": question.id, "method": name, "token": at, "margin": margin}
                 )
     return {
         "questions": len(options.questions),
-        "new_tokens": int(options.new_tokens),
+        "new_tokens": options.new_tokens,
         "ms_per_token": {name: Quartiles.of(1e3 * np.array(s)) for name, s in seconds.items()},
         "differing": differing,
     }
@@ -86,7 +80,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
 
 def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], list[int]]]:
     """Returns a function for each method, which answers a question greedily."""
-    most = int(options.new_tokens)
+    most = options.new_tokens
 
     def ours(**method: Any) -> list[int]:
         [done] = generate(options.pair, [prompt], most, sampling=greedy(), stop=[], **method)
@@ -153,11 +147,11 @@ STUDY = Study(
     prepare=prepare,
     tables={"beside": Published(["smollm2_beside"], beside_table)},
     options={
-        "target": ("", "The target, a folder or the id of a model of the hub."),
-        "head": ("", "The head that drafts for it."),
-        "source": ("", "Questions in the format of Spec-Bench."),
-        "of_each": ("17", "Questions of each category."),
-        "new_tokens": ("64", "Tokens of each completion."),
-        "threads": ("2", "Threads of torch."),
+        "target": (None, "The target, a folder or the id of a model of the hub."),
+        "head": (None, "The head that drafts for it."),
+        "source": (None, "Questions in the format of Spec-Bench."),
+        "of_each": (17, "Questions of each category."),
+        "new_tokens": (64, "Tokens of each completion."),
+        "threads": (2, "Threads of torch."),
     },
 )

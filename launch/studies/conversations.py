@@ -34,11 +34,8 @@ def prepare(options: Any) -> None:
     """Lists the shards and reads the tests.
 
     Raises:
-      ValueError: the target, the folder or its shards are missing, or a test is not TASK=FILE.
+      ValueError: the shards are missing, or a test is not TASK=FILE.
     """
-    for name in ("target", "folder"):
-        if not getattr(options, name):
-            raise ValueError(f"give --{name}: see --help")
     options.paths = sorted(storage.place(options.folder).glob("*.npy"))
     if not options.paths:
         raise ValueError(
@@ -49,11 +46,12 @@ def prepare(options: Any) -> None:
 
 def identity(options: Any) -> dict[str, Any]:
     """Returns the target, and the contents of all shards and tests."""
-    contents = b"".join(path.read_bytes() for path in options.paths)
-    told = [
-        hashlib.sha256(each).hexdigest()[:16] for each in (contents, repr(options.prompts).encode())
-    ]
-    return {"target": options.target, "conversations": told[0], "tests": told[1]}
+    contents = {
+        "conversations": b"".join(path.read_bytes() for path in options.paths),
+        "tests": repr(options.prompts).encode(),
+    }
+    digests = {name: hashlib.sha256(each).hexdigest()[:16] for name, each in contents.items()}
+    return {"target": options.target, **digests}
 
 
 def measure(options: Any, say: Say) -> dict[str, Any]:
@@ -67,23 +65,21 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
     for path in options.paths:
         say(path.name)
         tokens, described = read_array(path), storage.read_json(path.with_suffix(".json"))
-        starts = [start for start, _ in described["conversations"]] + [len(tokens)]
-        counts += {
-            "tokens": len(tokens),
-            "questions": described["questions"],
-            "ended": described["ended"],
-        }
-        for (start, length), end in zip(described["conversations"], starts[1:]):
-            counts["conversations"] += 1
-            answer = tuple(tokens[start + length : end].tolist())
-            windows = [answer[at : at + GRAM] for at in range(len(answer) - GRAM + 1)]
-            grams.update(windows)
-            num_grams += len(windows)
+        places = described["conversations"]
+        counts.update(
+            tokens=len(tokens),
+            questions=described["questions"],
+            ended=described["ended"],
+            conversations=len(places),
+        )
+        ends = [start for start, _ in places[1:]] + [len(tokens)]
+        for (start, length), end in zip(places, ends):
+            of_answer = list(runs_of(tokens[start + length : end].tolist(), GRAM))
+            grams.update(of_answer)
+            num_grams += len(of_answer)
             words = words_of(text_of(tokenizer, tokens[start:end].tolist()))
             for n in lengths:
-                held |= {
-                    owners[part] for part in zip(*(words[at:] for at in range(n))) if part in owners
-                }
+                held |= {owners[part] for part in runs_of(words, n) if part in owners}
     if held:
         first = " ".join(min(held))
         raise ValueError(
@@ -124,8 +120,13 @@ def parts_of(turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, tuple[str,
     for id, turn in turns:
         words = words_of(turn)
         if len(words) >= SHORTEST:
-            n = min(WORDS, len(words))
-            yield from ((id, tuple(words[at : at + n])) for at in range(len(words) - n + 1))
+            for part in runs_of(words, min(WORDS, len(words))):
+                yield id, part
+
+
+def runs_of(items: Sequence[Any], n: int) -> Iterator[tuple[Any, ...]]:
+    """Returns all runs of n items one after another."""
+    return zip(*(items[at:] for at in range(n)))
 
 
 def text_of(tokenizer: JsonTokenizer, tokens: Sequence[int]) -> str:
@@ -159,8 +160,11 @@ STUDY = Study(
     identity=identity,
     tables={"conversations": Published(["smollm2_conversations"], conversations_table)},
     options={
-        "target": ("", "The target, a folder or the id of a model of the hub, for its tokenizer."),
-        "folder": ("", "The conversations, of launch/generate.py --conversations."),
+        "target": (
+            None,
+            "The target, for its tokenizer: a folder or the id of a model of the hub.",
+        ),
+        "folder": (None, "The conversations, of launch/generate.py --conversations."),
         "tests": ([], "Tasks and their files, such as spec_bench=spec_bench.jsonl."),
     },
 )

@@ -8,7 +8,7 @@ Nothing is measured here.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.lib.evaluation_tables import quality
@@ -85,49 +85,33 @@ def draw_paper(document: Document) -> Any:
     total, share, rounds = figure.subplots(1, 3)
     for number, (name, group) in enumerate(groups.items()):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
-        lengths, results = (
-            [0, *(cell["key"]["draft_length"] for cell in group)],
-            [cell["result"] for cell in group],
-        )
+        lengths, results = [0], [cell["result"] for cell in group]
+        lengths += [cell["key"]["draft_length"] for cell in group]
         plain_ms = TOKENS * results[0]["autoregressive"]["ms_per_token"]["median"]
-        sides = [(result["speculative"], result["autoregressive"]) for result in results]
-        paces = [
-            ours["ms_per_round"]["median"] / plain["ms_per_round"]["median"]
-            for ours, plain in sides
-        ]
-        speedups = [result["speedup"] for result in results]
         middle, low, high = (
-            [1, *(1 / one[edge] for one in speedups)] for edge in ("median", "upper", "lower")
+            [1, *(1 / result["speedup"][edge] for result in results)]
+            for edge in ("median", "upper", "lower")
         )
+        emitted = [result["acceptance"]["emitted_per_round"] for result in results]
+        paces = [
+            result["speculative"]["ms_per_round"]["median"]
+            / result["autoregressive"]["ms_per_round"]["median"]
+            for result in results
+        ]
         total.plot(lengths, middle, **look, label=f"{name} ({plain_ms:.0f} ms at K = 0)")
         total.fill_between(
             lengths, low, high, color=look["color"], alpha=0.1, linewidth=0, zorder=0
         )
-        emitted = [result["acceptance"]["emitted_per_round"] for result in results]
-        share.plot(
-            lengths, [1, *(e / (K + 1) for K, e in zip(lengths[1:], emitted))], **look, label=name
-        )
+        shares = [tokens / (K + 1) for K, tokens in zip(lengths, [1, *emitted])]
+        share.plot(lengths, shares, **look, label=name)
         rounds.plot(lengths, [1, *paces], **look, label=name)
-    points = {"color": "black", "linestyle": "none", "markersize": 4, "zorder": 0}
     for marker, (task, ms) in zip("os", PAPER_MS.items()):
-        total.plot(
-            [one / ms[0] for one in ms],
-            **points,
-            marker=marker,
-            label=f"Chen et al., {task} ({ms[0]} ms)",
-        )
-        share.plot(PAPER_EMITTED[task], **points, marker=marker, label=f"Chen et al., {task}")
-    plain = PAPER_ROUND_MS[0]
-    rounds.plot(
-        [ms / plain for ms in PAPER_ROUND_MS],
-        **points,
-        marker="o",
-        label=f"Chen et al. ({plain} ms)",
-    )
+        mark_paper(total, ms, marker, f", {task} ({ms[0]} ms)")
+        mark_paper(share, PAPER_EMITTED[task], marker, f", {task}")
+    mark_paper(rounds, PAPER_ROUND_MS, "o", f" ({PAPER_ROUND_MS[0]} ms)")
     titles = (f"time for {TOKENS} tokens", "tokens emitted per round", "time of a round")
-    for axis, title, label in zip(
-        figure.axes, titles, ("over plain decoding", "over K + 1", "over a plain round")
-    ):
+    labels = ("over plain decoding", "over K + 1", "over a plain round")
+    for axis, title, label in zip(figure.axes, titles, labels):
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="K, drafted tokens per round", ylabel=label, ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
@@ -135,27 +119,30 @@ def draw_paper(document: Document) -> Any:
     return figure
 
 
+def mark_paper(axis: Any, values: Sequence[float], marker: str, of: str) -> None:
+    """Draws points of the paper, over the value of plain decoding."""
+    points = [value / values[0] for value in values]
+    look = {"color": "black", "linestyle": "none", "markersize": 4, "zorder": 0}
+    axis.plot(points, marker=marker, label=f"Chen et al.{of}", **look)
+
+
 def trained(pair: Document) -> Table:
     """Returns the training of both models of the pair, and their loss on held-out text."""
     rows = []
     for side in ("target", "draft"):
         run, held_out = pair["provenance"][side], pair["provenance"]["held_out"]["float32"][side]
-        minutes, acceptance = (
-            run["last_metrics"]["training_seconds"] / 60,
-            held_out.get("acceptance (temperature 1)"),
+        acceptance = held_out.get("acceptance (temperature 1)")
+        rows.append(
+            {
+                "": side,
+                "steps": run["step"],
+                "rows a step": run["config"]["recipe"]["batch"],
+                "minutes of training": f"{run['last_metrics']['training_seconds'] / 60:.0f}",
+                "held-out loss, nats per token": f"{held_out['loss']:.2f}",
+                "acceptance at T = 1": "" if acceptance is None else f"{acceptance:.3f}",
+            }
         )
-        share = "" if acceptance is None else f"{acceptance:.3f}"
-        trained = (str(run["step"]), str(run["config"]["recipe"]["batch"]), f"{minutes:.0f}")
-        rows.append((side, *trained, f"{held_out['loss']:.2f}", share))
-    header = (
-        "",
-        "steps",
-        "rows a step",
-        "minutes of training",
-        "held-out loss, nats per token",
-        "acceptance at T = 1",
-    )
-    return Table(title="Training of the shipped pair", header=header, rows=rows)
+    return Table.of("Training of the shipped pair", rows)
 
 
 # Of the further results: what drafts, and the cell's key.
@@ -175,20 +162,15 @@ def headline(slices: Document, *chosen: Document) -> Table:
     """
     rows = []
     for document in chosen:
-        models, turns = document["identity"]["models"], document["cells"][0]["workload"]["repeats"]
-        device = document["identity"]["device"]
-        products = (
-            "kernel for few rows" if document["identity"].get("few_rows") else "XLA's products"
-        )
-        place = (
-            f"{cpu_of(document)}, {products}"
-            if device["platform"] == "cpu"
-            else f"one {device['kind']}"
-        )
+        identity, turns = document["identity"], document["cells"][0]["workload"]["repeats"]
+        place = f"one {identity['device']['kind']}"
+        if identity["device"]["platform"] == "cpu":
+            few_rows = "kernel for few rows" if identity.get("few_rows") else "XLA's products"
+            place = f"{cpu_of(document)}, {few_rows}"
         for key, result in answers(document):
             is_lookup = key["drafter"] == "ngram"
-            sides = ("target",) if is_lookup else ("target", "draft")
-            sizes = " + ".join(f"{streamed(models[side]) / 1e6:.1f}M" for side in sides)
+            models = [identity["models"][side] for side in ("target", "draft")[: 2 - is_lookup]]
+            sizes = " + ".join(f"{streamed(model) / 1e6:.1f}M" for model in models)
             where = f"{sizes} parameters, float32, batch 1, {place}, {turns} turns over 20 prompts"
             if key["temperature"] == 0:
                 where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
@@ -196,12 +178,8 @@ def headline(slices: Document, *chosen: Document) -> Table:
                 f"{'prompt lookup, ' if is_lookup else ''}K = {key['draft_length']} as chosen for "
                 f"this machine, {key['rule']} rule"
             )
-            rows.append(
-                (
-                    f"**{ratio(result['speedup'])}**",
-                    f"measured: {distribution_of(key)}, {length}; {where}",
-                )
-            )
+            conditions = f"measured: {distribution_of(key)}, {length}; {where}"
+            rows.append((f"**{ratio(result['speedup'])}**", conditions))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
@@ -233,21 +211,11 @@ def summary(grid: Document, audit: Document, agreement: Document, slices: Docume
         where = f"{name}, {distribution_of(key)}, K = {key['draft_length']}, batch {key['batch']}"
         rows.append((where, cpu_of(grid), ratio(result["speedup"])))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
-    rows.append(
-        (
-            "audit of the shipped pair",
-            cpu_of(audit),
-            f"{passed} of {len(audit['checks'])} checks passed",
-        )
-    )
+    checks = f"{passed} of {len(audit['checks'])} checks passed"
+    rows.append(("audit of the shipped pair", cpu_of(audit), checks))
     worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
-    rows.append(
-        (
-            f"forecast ms per token, worst error of {len(worst)} curves",
-            cpu_of(agreement),
-            f"{max(worst):.1%}",
-        )
-    )
+    error = f"forecast ms per token, worst error of {len(worst)} curves"
+    rows.append((error, cpu_of(agreement), f"{max(worst):.1%}"))
     for topology, batch in (("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
         where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
         gain = faster(calibration.band_ratio(*forecast(slices, topology, batch)))
@@ -301,40 +269,35 @@ def compiled(*documents: Document) -> Table:
 
 def learning(document: Document) -> Table:
     """Returns a head's held-out acceptance by step of its training and drafted token."""
-    name = "acceptance/position_{} (temperature 1)"
-    rows = [
-        (str(row["step"]), *(f"{row[name.format(k)]:.3f}" for k in range(1, 5)))
-        for row in document["held_out"]
-    ]
-    header = ("steps", *(f"drafted token {k}" for k in range(1, 5)))
-    return Table(title="Held-out acceptance at T = 1", header=header, rows=rows, left=0)
+    rows = []
+    for found in document["held_out"]:
+        rows.append({"steps": found["step"]})
+        for k in range(1, 5):
+            share = found[f"acceptance/position_{k} (temperature 1)"]
+            rows[-1][f"drafted token {k}"] = f"{share:.3f}"
+    return Table.of("Held-out acceptance at T = 1", rows, left=0)
 
 
 def domains(*documents: Document) -> Table:
     """Returns the acceptance of the first drafted token, tokens per round, and speedup of each
     method by domain; of evaluations whose blocks are domains.
     """
-    columns: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for document in documents:
         temperature = document["identity"]["config"]["sampling"]["temperature"]
         for domain in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
             of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == domain]
-            for row in as_json(tabulate(of_domain, "plain")):
-                if row["counts"]["drafted"]:
-                    drafter = row["name"].split(", ")[1]
-                    column = columns.setdefault(f"{drafter}, T = {temperature:g}", {})
-                    column[domain] = (
-                        f"{row['counts']['by_position'][0]:.2f}; "
-                        f"{row['counts']['emitted_per_round']:.2f}; {row['speedups'][0]:.2f}x"
+            row = rows.setdefault(domain, {"domain": domain})
+            for one in as_json(tabulate(of_domain, "plain")):
+                if one["counts"]["drafted"]:
+                    drafter = one["name"].split(", ")[1]
+                    row[f"{drafter}, T = {temperature:g}"] = (
+                        f"{one['counts']['by_position'][0]:.2f}; "
+                        f"{one['counts']['emitted_per_round']:.2f}; {one['speedups'][0]:.2f}x"
                     )
-    names = list(dict.fromkeys(domain for column in columns.values() for domain in column))
-    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
-    return Table(
-        title="Acceptance of the first token; tokens per round; speedup",
-        header=("domain", *columns),
-        rows=rows,
-        note="A speedup is the ratio of times per token over all problems of a domain.",
-    )
+    title = "Acceptance of the first token; tokens per round; speedup"
+    note = "A speedup is the ratio of times per token over all problems of a domain."
+    return Table.of(title, list(rows.values()), note=note)
 
 
 STUDY = Study(

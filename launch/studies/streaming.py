@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from launch.lib.study import Document, Say, Study
+from specsamp import validate
 from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint, read_params
 from specsamp.checkpoints.mxfp4 import BLOCKS, GROUP, SCALES
 from specsamp.checkpoints.published import CONFIGS
@@ -40,8 +41,7 @@ def prepare(options: Any) -> None:
         raise ValueError(f"--model={options.model!r}: choose one of {', '.join(CONFIGS)}")
     place = CONFIGS[options.model]
     most = place.get("text_config", place).get("num_hidden_layers", MOST_LAYERS)
-    if not options.layers.isdecimal() or int(options.layers) > most:
-        raise ValueError(f"--layers={options.layers}: give a number up to {most}; 0: all")
+    validate.integer("--layers", options.layers, 0, most + 1)
     if options.folder and not pathlib.Path(options.folder).is_dir():
         raise ValueError(f"--folder={options.folder} is no folder: make it first")
     if not STATUS.exists():
@@ -53,7 +53,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder or None) as name:
         folder = pathlib.Path(name)
         say("writing random tensors")
-        write_checkpoint(folder, shortened(CONFIGS[options.model], int(options.layers)))
+        write_checkpoint(folder, shortened(CONFIGS[options.model], options.layers))
         say("reading")
         spawn = multiprocessing.get_context("spawn")
         weight_dtype = "int8" if options.int8 else None
@@ -137,7 +137,7 @@ def read(folder: pathlib.Path, weight_dtype: str | None) -> dict[str, float]:
 
 def identity(options: Any) -> Document:
     """Returns the options that the result depends on."""
-    return {"model": options.model, "layers": int(options.layers), "int8": options.int8}
+    return {"model": options.model, "layers": options.layers, "int8": options.int8}
 
 
 STUDY = Study(
@@ -147,7 +147,7 @@ STUDY = Study(
     identity=identity,
     options={
         "model": ("", "The name of the model in specsamp/checkpoints/published.json."),
-        "layers": ("0", "Number of its layers; 0: all."),
+        "layers": (0, "Number of its layers; 0: all."),
         "int8": ("", "Any word: read matrices in int8."),
         "folder": ("", "Where the files are written; default: the system's temporary folder."),
     },

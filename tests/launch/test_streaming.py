@@ -28,7 +28,10 @@ def test_a_checkpoint_of_fewer_layers_has_their_windows():
 
 @pytest.mark.parametrize(
     "options, message",
-    [(("other", "0"), "choose one of meta-llama"), (("openai/gpt-oss-20b", "-1"), "0: all")],
+    [
+        (("other", 0), "choose one of meta-llama"),
+        (("openai/gpt-oss-20b", -1), "--layers must be an integer >= 0 and below 25; got -1"),
+    ],
 )
 def test_unknown_models_and_layers_are_refused(options, message):
     model, layers = options
