@@ -70,11 +70,8 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 AUDITED, AUDITED_HEADS = "configs/trained_pair.py", 4
-REHEARSED = "configs/random_pair.py:tiny"  # with heads that kernels take
-_SHAPE = {"width": 128, "num_heads": 1, "num_layers": 1, "positions": "rotary"}
-SMALL = {f"{side}.{name}": value for side in ("target", "draft") for name, value in _SHAPE.items()}
-SMALL |= {"draft_length": 2, "repeats": 1, "max_new_tokens": 4}
-REHEARSED_ON = "v5e:1x1"  # the chip of a rehearsal's estimate
+# Of a rehearsal: the pair, and the chip of the estimate.
+REHEARSED, REHEARSED_ON = "configs/random_pair.py:kernels", "v5e:1x1"
 # By --interpret.
 AUDIT = {False: Settings(detect=0.1), True: Settings(checks=("acceptance",), detect=0.5, rows=8)}
 ESTIMATE_SECONDS = 1800
@@ -88,15 +85,8 @@ PROGRAMS = {
     "round": "round",
 }
 SAME_RUN = (
-    "python",
-    "jax",
-    "jaxlib",
-    "flax",
-    "specsamp",
-    "source",
-    "platform",
-    "device_kind",
-    "devices",
+    *("python", "jax", "jaxlib", "flax", "specsamp", "source"),
+    *("platform", "device_kind", "devices"),
 )
 
 
@@ -123,9 +113,8 @@ def main() -> int:
             f"this needs a TPU, and JAX sees {seen}: run it on one, see doctor.py, or give "
             "--interpret"
         )
-    config = load_config(REHEARSED) if interpret else _CONFIG.fields
-    config = ExperimentConfig.from_config_dict(config)
-    config = config.turned(SMALL) if interpret else config
+    fields = load_config(REHEARSED) if interpret else _CONFIG.fields
+    config = ExperimentConfig.from_config_dict(fields)
     entry.check_output(_OUTPUT.value)
     use_compilation_cache()
     results = Results.open(_OUTPUT.value, identity_of(config))
@@ -152,7 +141,8 @@ def main() -> int:
             keep(name, {"began": True})
             part = run_part(name, asked[name], console)
             keep(name, part)
-            console.print(line_of(name, part), style=None if part["passed"] else "bold red")
+            line = f"{outcome(part)}  {name}: {part['said']} ({part['seconds']:g} s)"
+            console.print(entry.visible(line), style=None if part["passed"] else "bold red")
     shown = from_first(lambda: {name: found(name) for name in asked})
     entry.show([table_of(shown)], console)
     console.print(f"\nPlease send {_OUTPUT.value} and this table to the repository, as an issue.")
@@ -224,13 +214,9 @@ def build_with_kernels(config: ExperimentConfig) -> tuple[Experiment, str]:
     experiment = build(config, check_heads=False)
     pair = experiment.pair
     if _INTERPRET.value:
-        models = {
-            side: dataclasses.replace(
-                getattr(pair, side), weight_order="default", kernels=PallasKernels(interpret=True)
-            )
-            for side in ("target", "draft")
-        }
-        pair = dataclasses.replace(pair, **models)
+        how = {"weight_order": "default", "kernels": PallasKernels(interpret=True)}
+        target, draft = (dataclasses.replace(one, **how) for one in (pair.target, pair.draft))
+        pair = dataclasses.replace(pair, target=target, draft=draft)
         method = config.make_method(pair)
         return dataclasses.replace(experiment, pair=pair, method=method), ""
     if pair.target.kernels is not None:
@@ -278,37 +264,31 @@ def estimate(config: ExperimentConfig) -> Found:
     """Compiles the same programs for these chips as launch/compile_report.py does, in a process of
     its own.
     """
-    return Found(**from_first(lambda: compile_report(config)))
+    return from_first(lambda: compile_report(config))
 
 
-def compile_report(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns the fields of `Found`: the compiler's estimates by program."""
-    devices = jax.devices()[: config.mesh.data * config.mesh.model]
-    topology = REHEARSED_ON if _INTERPRET.value else topology_of(devices)
-    text, changes = REHEARSED, SMALL
+def compile_report(config: ExperimentConfig) -> Found:
+    """Returns the compiler's estimates by program."""
+    text, topology = REHEARSED, REHEARSED_ON
     if not _INTERPRET.value:
-        text, known = _CONFIG.text, known_fields(_CONFIG.fields)
-        changes = {name: known[name] for name in _CONFIG.fields_set}
-    changes = {name: value for name, value in changes.items() if name not in NOT_COMPILED}
-    work = config.workload()
-    slots = round_slots(work.longest + config.draft_length + 1)
+        devices = jax.devices()[: config.mesh.data * config.mesh.model]
+        text, topology = _CONFIG.text, topology_of(devices)
+    slots = round_slots(config.workload().longest + config.draft_length + 1)
+    command = [sys.executable, "-m", "specsamp", "compile-report"]
+    command += [f"--config={text}", f"--topology={topology}", f"--slots={slots}"]
+    known = known_fields(_CONFIG.fields)
+    changes = [name for name in _CONFIG.fields_set if name not in NOT_COMPILED]
+    command += [f"--config.{name}={known[name]}" for name in changes]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "report.json")
-        command = [
-            sys.executable,
-            "-m",
-            "specsamp",
-            "compile-report",
-            f"--config={text}",
-            f"--topology={topology}",
-        ]
-        command += [f"--slots={slots}", f"--output={path}"]
-        command += [f"--config.{name}={value}" for name, value in changes.items()]
-        paths = os.pathsep.join(
-            filter(None, (os.fspath(machine.PACKAGE.parent), os.environ.get("PYTHONPATH")))
+        done = subprocess.run(
+            [*command, f"--output={path}"],
+            env=environment,
+            timeout=ESTIMATE_SECONDS,
+            capture_output=True,
+            text=True,
         )
-        how = {"env": os.environ | {"PYTHONPATH": paths}, "capture_output": True, "text": True}
-        done = subprocess.run(command, timeout=ESTIMATE_SECONDS, **how)
         if done.returncode:
             raise ValueError(
                 f"compile_report.py ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
@@ -317,11 +297,7 @@ def compile_report(config: ExperimentConfig) -> dict[str, Any]:
     bands = document["calibrated_ms"]
     said = ", ".join(f"{name} {shown_band(band)} ms" for name, band in bands.items())
     more = {"topology": topology, "ms": bands, "programs": document["report"]["programs"]}
-    return {
-        "passed": bool(bands),
-        "said": f"compiler estimate for {topology}: {said}",
-        "more": more,
-    }
+    return Found(bool(bands), f"compiler estimate for {topology}: {said}", more)
 
 
 def shown_band(band: Mapping[str, Any]) -> str:
@@ -329,22 +305,15 @@ def shown_band(band: Mapping[str, Any]) -> str:
     return str(Band(**{name: band[name] for name in ("least", "likely", "most", "open")}))
 
 
-def line_of(name: str, part: Mapping[str, Any]) -> str:
-    """Returns a line on a part that has ended."""
-    return entry.visible(
-        f"{'passed' if part['passed'] else 'FAILED'}  {name}: {part['said']} ({part['seconds']:g} "
-        "s)"
-    )
+def outcome(part: Mapping[str, Any]) -> str:
+    """Returns whether a part has passed, in a word."""
+    return "passed" if part["passed"] else "FAILED"
 
 
 def table_of(parts: Mapping[str, Any]) -> report.Table:
     """Tabulates the parts, and the measured times with the compiler's estimates."""
     rows = [
-        {
-            "part": name,
-            "": "passed" if part["passed"] else "FAILED",
-            "found": entry.visible(part["said"]),
-        }
+        {"part": name, "": outcome(part), "found": entry.visible(part["said"])}
         for name, part in parts.items()
     ]
     measured, estimated = (

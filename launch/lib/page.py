@@ -107,10 +107,8 @@ def source(name: str, document: Document) -> str:
     facts = [_machine(environments)] if environments else []
     known = document.get("identity", {}) | document
     facts += [f"{key} {known[key]}" for key in ("libtpu", "torch", "transformers") if key in known]
-    commands = filter(
-        None, dict.fromkeys(today(record["command"]) for record in records if "command" in record)
-    )
-    again = "".join(f"\n  - `{command}`" for command in commands)
+    commands = dict.fromkeys(today(record.get("command", "")) for record in records)
+    again = "".join(f"\n  - `{command}`" for command in commands if command)
     return f"- [`{name}.json`]({name}.json)" + (": " if facts else "") + "; ".join(facts) + again
 
 
@@ -118,17 +116,13 @@ def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
     def all_of(name: str) -> str:
         return ", ".join(dict.fromkeys(str(one[name]) for one in environments if one.get(name)))
 
-    days = sorted({one["date"][:10] for one in environments})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    cpus = [
-        f"{cpu}, "
-        for cpu in (all_of("cpu"), " ".join(environments[-1].get("instructions", ())))
-        if cpu
-    ]
+    days = [one["date"][:10] for one in environments]
+    instructions = " ".join(environments[-1].get("instructions", ()))
+    machine = ", ".join(filter(None, (all_of("cpu"), instructions, all_of("machine"))))
     return (
-        f"{when}; {''.join(cpus)}{all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} "
-        f"x {all_of('device_kind')}; Python {all_of('python')}, jax {all_of('jax')}, jaxlib "
-        f"{all_of('jaxlib')}, flax {all_of('flax')}"
+        f"{' to '.join(sorted({min(days), max(days)}))}; {machine}, {all_of('cores')} cores, "
+        f"{all_of('devices')} x {all_of('device_kind')}; Python {all_of('python')}, jax "
+        f"{all_of('jax')}, jaxlib {all_of('jaxlib')}, flax {all_of('flax')}"
     )
 
 
@@ -136,8 +130,6 @@ def today(command: str) -> str:
     """Returns today's form of a recorded command: commands have moved, and results go to runs/."""
     for then, now in MOVED.items():
         command = re.sub(then, now, command)
-    while "launch/study.py" in command and command != (
-        joined := REPEATED.sub(r" --\1=\2,\3", command)
-    ):
-        command = joined
+    while "launch/study.py" in command and REPEATED.search(command):
+        command = REPEATED.sub(r" --\1=\2,\3", command)
     return re.sub(r"--(output|figures?)=notebooks/results/", r"--\1=runs/", command)

@@ -173,17 +173,15 @@ def read_result(name: str, folder: pathlib.Path = RESULTS) -> Document:
 
 
 def answers(document: Document) -> Iterator[tuple[Key, Any]]:
-    """Yields key and result of each measured cell; in older files both are in one object."""
+    """Yields key and result of each cell that did not run out of memory."""
     for cell in document["cells"]:
-        if "name" in cell:
-            yield cell["name"], cell
-        elif "result" in cell:
+        if "result" in cell:
             yield cell["key"], cell["result"]
 
 
 def cpu_of(document: Document) -> str:
     """Returns the machine of a result, "2 CPU cores (AMD EPYC)"; older files name no CPU."""
-    environment = (document if "environment" in document else document["cells"][0])["environment"]
+    environment = document["environment"]
     named = [environment.get("cpu"), *environment.get("instructions", ())]
     return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")
 

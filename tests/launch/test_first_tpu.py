@@ -90,7 +90,10 @@ def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
     ]
     assert f"kernel {FAILING}: NotImplementedError: no such layout" in done.stdout
     assert f"kernel {WRONG}: differs by" in done.stdout and "2 of 5 parts failed" in done.stdout
-    assert "round 2.0 (1.0 to 3.0) ms" in done.stdout and "--config.target.width=128" in made[0]
+    assert (
+        "round 2.0 (1.0 to 3.0) ms" in done.stdout
+        and "--config=configs/random_pair.py:kernels" in made[0]
+    )
     assert "fails_for_int8" in parts_of(asked[0])[f"kernel {FAILING}"]["found"]["traceback"]
 
     done = rehearse(*asked)
