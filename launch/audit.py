@@ -125,8 +125,8 @@ def main() -> int:
 def audit_engine(console: Console) -> int:
     """Audits an engine by its endpoint."""
     why = "--engine audits samples of an endpoint"
-    entry.refuse_flags(["config", "checks", "rows", "prompt_count"], why)
-    _CONFIG.refuse_fields([name.partition(".")[0] for name in _CONFIG.fields_set], why)
+    entry.refuse_flags(["checks", "rows", "prompt_count"], why)
+    _CONFIG.refuse(why)
     entry.check_output(_OUTPUT.value)
     for flag in (_ENGINE, _REFERENCE):
         if flag.value is not None and not flag.value.startswith(("http://", "https://")):

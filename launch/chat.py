@@ -61,14 +61,22 @@ def main() -> None:
     if _SYSTEM.value and not has_template:
         raise ValueError("--system: this pair has no chat template")
     console.print(headline(experiment))
-    talk = Talk(experiment, has_template, _SYSTEM.value, console)
-    talk.compile()
-    told = (
-        "/new, /undo, /quit"
-        if has_template
-        else "no chat template: what you type is completed; /new, /undo, /quit"
+    chat = Conversation(
+        experiment.pair,
+        max_tokens=_TOKENS.value,
+        method=experiment.method,
+        seed=experiment.workload.seed,
     )
-    console.print(told, style="dim")
+    talk = Talk(
+        experiment=experiment,
+        chat=chat,
+        has_template=has_template,
+        system=_SYSTEM.value,
+        console=console,
+    )
+    talk.compile()
+    told = "" if has_template else "no chat template: what you type is completed; "
+    console.print(f"{told}/new, /undo, /quit", style="dim")
     while (line := ask(console)) is not None:
         if line == "/quit":
             break
@@ -95,25 +103,16 @@ class Turn:
     tokens: tuple[int, ...]
 
 
+@dataclasses.dataclass(kw_only=True)
 class Talk:
     """A conversation in the terminal."""
 
-    def __init__(
-        self, experiment: Experiment, has_template: bool, system: str | None, console: Console
-    ):
-        self.experiment, self.has_template, self.system, self.console = (
-            experiment,
-            has_template,
-            system,
-            console,
-        )
-        self.chat = Conversation(
-            experiment.pair,
-            max_tokens=_TOKENS.value,
-            method=experiment.method,
-            seed=experiment.workload.seed,
-        )
-        self.turns: list[Turn] = []
+    experiment: Experiment
+    chat: Conversation
+    has_template: bool
+    system: str | None
+    console: Console
+    turns: list[Turn] = dataclasses.field(default_factory=list)
 
     def compile(self) -> None:
         """Compiles a first and a later turn, which have different programs, so that answers begin
@@ -152,23 +151,18 @@ class Talk:
                 self.console.print(written, end="")
         except KeyboardInterrupt:
             self.console.print(" (ended)", style="dim")
-        except (
-            ValueError
-        ) as error:  # longer than there is room for, or nothing that the template takes
+        except ValueError as error:  # too long, or nothing that the template takes
             self.console.print(f"{error}. /new starts a new conversation", style="red")
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats
             told = (
-                f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, "
+                f"\n{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, "
                 f"{stats.emitted_per_round:.2f} a round"
             )
-            cost = (
-                ""
-                if stats.variation is None
-                else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
-            )
-            self.console.print(f"\n{told}{cost}; read {self.chat.tokens_read} tokens", style="dim")
+            if stats.variation is not None:
+                told += f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
+            self.console.print(f"{told}; read {self.chat.tokens_read} tokens", style="dim")
         self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
 
     def prompt(self, line: str) -> Prompt:
@@ -182,11 +176,8 @@ class Talk:
                 ]
             return [*messages, {"role": "user", "content": line}]
         tokenizer = self.experiment.pair.tokenizer
-        said = (
-            [token for token in self.turns[-1].tokens if token != tokenizer.eos_id]
-            if self.turns
-            else []
-        )
+        before = self.turns[-1].tokens if self.turns else ()
+        said = [token for token in before if token != tokenizer.eos_id]
         # A line break would be half of a token.
         return [*said, *tokenizer.encode(f"\n{line}" if said else line)]
 

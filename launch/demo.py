@@ -11,7 +11,6 @@ Without colours (--plain, NO_COLOR, a pipe or a file), the target's own tokens a
 
 import dataclasses
 import functools
-import itertools
 import time
 
 import jax
@@ -74,32 +73,31 @@ def main() -> None:
             "autoregressive": Method(drafter=NoDrafter(), sampling=warp),
             "speculative": dataclasses.replace(of_name.make_method(experiment.pair), sampling=warp),
         }
-        made = decoders(experiment.pair, methods, experiment.workload)
-        sides[name] = {side: kept(decoder) for side, decoder in made.items()}
+        for side, decoder in decoders(experiment.pair, methods, experiment.workload).items():
+            sides[name, side] = kept(decoder)
     start = time.perf_counter()
+    shown = "sampled", "speculative"
     with entry.progress(console, "compiling, then decoding"):
-        sides["sampled"]["speculative"].compile()
-        first = sides["sampled"]["speculative"].decode(0)
+        sides[shown].compile()
+        first = sides[shown].decode(0)
     show_text(experiment, 0, first, console)
     with entry.progress(console, "compiling the rest"):
-        for side in (*sides["sampled"].values(), *sides["greedy"].values()):
+        for side in sides.values():
             side.decode(0)
     done = "ran once without compiling" if jax.config.jax_disable_jit else "compiled"
     console.print(f"\n{done} in {time.perf_counter() - start:.1f} s", style="dim")
     with entry.keeps("the same command starts anew"), entry.progress(console, "decoding") as say:
 
-        def decode(distribution: str, name: str, turn: int) -> Timing:
+        def decode(key: tuple[str, str], turn: int) -> Timing:
             number, prompt = divmod(turn, prompts)
-            say(f"pass {number + 1} of {_PASSES.value}, prompt {prompt}: {distribution}, {name}")
-            timing = sides[distribution][name].decode(prompt)
-            if number == 0 and prompt and (distribution, name) == ("sampled", "speculative"):
+            say(f"pass {number + 1} of {_PASSES.value}, prompt {prompt}: {', '.join(key)}")
+            timing = sides[key].decode(prompt)
+            if number == 0 and prompt and key == shown:
                 show_text(experiment, prompt, timing, console)
             return timing
 
-        keys = itertools.product(sides, ("autoregressive", "speculative"))
-        timings = take_turns(
-            {key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts
-        )
+        runs = {key: functools.partial(decode, key) for key in sides}
+        timings = take_turns(runs, _PASSES.value * prompts)
     show_agreement(prompts, timings, console)
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
@@ -123,11 +121,13 @@ def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentCo
     this machine.
     """
     configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
-    asked = any(
-        name.startswith(("draft_length", "drafter", "adaptive")) for name in _CONFIG.fields_set
+    asked = {name.partition(".")[0] for name in _CONFIG.fields_set}
+    can_choose = (
+        config.writes_text
+        and is_possible(config)
+        and asked.isdisjoint({"draft_length", "drafter", "adaptive"})
     )
-    can_choose = config.writes_text and is_possible(config)
-    if config.draft_length != MACHINE and (asked or not can_choose):
+    if config.draft_length != MACHINE and not can_choose:
         return configs
     calls = Calls.of(config, console)
     return {name: best(of_name, calls, console, least=1) for name, of_name in configs.items()}
@@ -147,11 +147,8 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
         sep="",
     )
     if tokenizer is None:
-        console.print(
-            Text().join(
-                Text("█", style=entry.DRAFTED) if by_draft else Text("░") for by_draft in drafted
-            )
-        )
+        blocks = [("█", entry.DRAFTED) if by_draft else "░" for by_draft in drafted]
+        console.print(Text.assemble(*blocks))
         return
     before = work.prompts[prompt * work.batch % len(work.prompts)]
     is_whole = tokenizer.eos_id in tokens
@@ -166,16 +163,12 @@ def show_agreement(prompts: int, timings: dict, console: Console) -> None:
     """Prints whether greedy text is the same with a draft; greedy decoding has a single correct
     text.
     """
-    pairs = list(
-        zip(
-            timings["greedy", "autoregressive"][:prompts],
-            timings["greedy", "speculative"][:prompts],
-        )
-    )
-    different = [i for i, (plain, drafted) in enumerate(pairs) if plain.texts != drafted.texts]
+    plain, drafted = timings["greedy", "autoregressive"], timings["greedy", "speculative"]
+    different = [i for i in range(prompts) if plain[i].texts != drafted[i].texts]
+    tokens = sum(timing.stats.emitted for timing in plain[:prompts])
     console.print(
         f"\ngreedy, speculative = autoregressive: {prompts - len(different)} of {prompts} prompts, "
-        f"{sum(plain.stats.emitted for plain, _ in pairs)} tokens",
+        f"{tokens} tokens",
         style="bold red" if different else "bold green",
     )
     if different:
@@ -186,9 +179,9 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
     """Returns the table of both sides, greedy and sampled."""
 
     def column(distribution: str, config: ExperimentConfig) -> dict[str, str]:
-        sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
         plain, drafted = (
-            np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides
+            np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in timings[distribution, side]])
+            for side in ("autoregressive", "speculative")
         )
         stats = sum(timing.stats for timing in timings[distribution, "speculative"])
         adapts = not config.adaptive.is_off

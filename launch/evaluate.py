@@ -146,7 +146,12 @@ def main() -> None:
     identity |= {"weights": weights, "environment": machine_identity()}
     results = Results.open(output, identity)
     count = sum(map(len, blocks.values()))
-    console.print(headline(experiment, task_line(task, count, requests, config)))
+    sampling = [f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items()]
+    asked = (
+        f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of "
+        f"each; {', '.join(sampling)}; {'with' if requests.chat else 'without'} a chat template"
+    )
+    console.print(headline(experiment, asked))
     with entry.keeps("the same command goes on" if output else "nothing is kept without --output"):
         with entry.progress(console, "decoding") as say:
             decode_blocks(task, blocks, methods, pairs, requests, results, say)
@@ -169,17 +174,6 @@ def main() -> None:
     entry.say_written(output, console)
 
 
-def task_line(
-    task: EvaluationTask, count: int, requests: Requests, config: ExperimentConfig
-) -> str:
-    """Describes the problems and the requests."""
-    sampling = [f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items()]
-    return (
-        f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of "
-        f"each; {', '.join(sampling)}; {'with' if requests.chat else 'without'} a chat template"
-    )
-
-
 def decode_blocks(
     task: EvaluationTask,
     blocks: Mapping[str, Mapping[int, Problem]],
@@ -193,8 +187,7 @@ def decode_blocks(
     going first.
     """
     for number, (block, problems) in enumerate(blocks.items()):
-        order = list(methods) if number % 2 == 0 else list(methods)[::-1]
-        for name in order:
+        for name in list(methods)[:: -1 if number % 2 else 1]:
             key = {"method": name, "block": block}
             if from_first(lambda: results.find(key) is not None):
                 continue
@@ -306,27 +299,17 @@ def fitting(
 
 
 def blocks_of(problems: Mapping[int, Problem], replica: Replica) -> dict[str, dict[int, Problem]]:
-    """Returns a replica's problems in the blocks of all problems, without blocks that it has none
-    of.
+    """Returns a replica's problems by category; for a task without categories, in blocks of every
+    n-th problem of the task.
     """
-    part = replica.part(problems, "problems")
-    blocks = {
-        name: {key: one for key, one in block.items() if key in part}
-        for name, block in split(problems).items()
-    }
-    return {name: block for name, block in blocks.items() if block}
-
-
-def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
-    """Returns the problems by category; for a task without categories, in blocks of every n-th
-    problem.
-    """
-    count = min(_BLOCKS.value, len(problems))
-    several = len({problem.category for problem in problems.values()}) > 1
     blocks: dict[str, dict[int, Problem]] = {}
+    part = replica.part(problems, "problems")
+    count = min(_BLOCKS.value, len(problems))
+    has_categories = len({problem.category for problem in problems.values()}) > 1
     for place, (key, problem) in enumerate(problems.items()):
-        name = problem.category if several else f"{place % count + 1} of {count}"
-        blocks.setdefault(name, {})[key] = problem
+        name = problem.category if has_categories else f"{place % count + 1} of {count}"
+        if key in part:
+            blocks.setdefault(name, {})[key] = problem
     return blocks
 
 

@@ -21,6 +21,7 @@ folder, from which every device of any mesh reads only its part:
 are split over N devices between reading and writing; by default they are on one device.
 """
 
+import functools
 import json
 import pathlib
 import time
@@ -150,34 +151,39 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
     corpus = read_corpus(data["folder"] or standard_library(), **how)
     run_folder.check_same(target_run, "corpus", corpus.describe())
-    written = dict(
+    save = functools.partial(
+        save_pair,
+        output,
         target=(target.config, target.params),
         draft=(draft.config, draft.params),
         tokenizer_json=(target.folder / "tokenizer.json").read_text(encoding="utf-8"),
         eos=data["eos"],
     )
     provenance = {"target": provenance_of(target), "draft": provenance_of(draft)}
-    save_pair(output, provenance=provenance, **written)
+    save(provenance=provenance)
     stored = load_pair(output.absolute())
     rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
     alone = TrainModel(target.model_in("float32"))
     distilled = TrainModel(draft.model_in("float32"), target.model_in("float32"))
-    measured = {}
+    params = {
+        "float32": (target.params, draft.params),
+        "int8": (stored.target_params, stored.draft_params),
+    }
     with entry.progress(console, "measuring on held-out text"):
-        sides = {
-            "float32": (target.params, draft.params),
-            "int8": (stored.target_params, stored.draft_params),
+        measured = {
+            name: {
+                "target": evaluate(alone, of_target, None, rows, 16),
+                "draft": evaluate(distilled, of_draft, of_target, rows, 16),
+            }
+            for name, (of_target, of_draft) in params.items()
         }
-        for name, (of_target, of_draft) in sides.items():
-            told = evaluate(distilled, of_draft, of_target, rows, 16)
-            measured[name] = {"target": evaluate(alone, of_target, None, rows, 16), "draft": told}
     write_prompts(output / "prompts.json", corpus)
     provenance |= {
         "held_out": measured,
         "held_out_windows": len(rows),
         "exported": machine.environment(),
     }
-    save_pair(output, provenance=provenance, **written)
+    save(provenance=provenance)
     console.print(json.dumps(measured, indent=1))
     console.print(f"{output}: {sum(path.stat().st_size for path in output.iterdir()) / 1e6:.1f} MB")
 
@@ -200,12 +206,11 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
     """
     if path.exists():
         return
-    texts = {name: text for name, text in corpus.held_out.items() if isinstance(text, str)}
-    beginnings = {
-        name: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
-        for name, text in texts.items()
-    }
-    prompts = [{"file": name, "line": 1, "text": text} for name, text in beginnings.items() if text]
+    prompts = []
+    for name, text in corpus.held_out.items():
+        end = max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1) if isinstance(text, str) else 0
+        if beginning := text[:end].rstrip():
+            prompts.append({"file": name, "line": 1, "text": beginning})
     storage.write_json(path, {"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]})
 
 
@@ -251,15 +256,10 @@ def export_model() -> None:
 def convert(console: Console) -> None:
     """Writes --checkpoint as a folder that any mesh reads without conversion."""
     output, mesh = storage.place(_OUTPUT.value), make_mesh(model=_MODEL.value)
-    if (output / "run.json").exists() or (output / "checkpoints" / "0").exists():
+    if any((output / name).exists() for name in ("run.json", "checkpoints/0", "config.json")):
         raise ValueError(
             f"--output={_OUTPUT.value} holds a model, or part of an interrupted conversion: choose "
             "another folder"
-        )
-    if (output / "config.json").exists():
-        raise ValueError(
-            f"--output={_OUTPUT.value} holds a checkpoint, which would be mixed up: choose another "
-            "folder"
         )
     entry.check_output(f"{_OUTPUT.value}/config.json")
     weight_dtype = "int8" if _INT8.value else None

@@ -105,8 +105,8 @@ def main() -> int:
     if not _PARTS.value or {*_PARTS.value} - {*GROUPS}:
         raise ValueError(f"--parts={','.join(_PARTS.value)}: choose from {', '.join(GROUPS)}")
     machine.require_devices()
-    if interpret and (_CONFIG.fields_set or _CONFIG.text != _CONFIG.default):
-        raise ValueError("--config has no effect: --interpret has a tiny pair of its own")
+    if interpret:
+        _CONFIG.refuse("--interpret has a tiny pair of its own")
     if not interpret and jax.default_backend() != "tpu":
         seen = f"{jax.device_count()} x {jax.default_backend()}"
         raise ValueError(

@@ -21,8 +21,6 @@ run with more tokens begins with the same conversations.
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from absl import flags
 from rich.console import Console
@@ -77,11 +75,12 @@ def main() -> None:
         )
     entry.check_output(replica.file(_OUTPUT.value))
     prompts = replica.part(read_prompts(_PROMPTS.value, bool(config.chat)), "prompts")
-    experiment = build(config, list(prompts.values())[: config.batch])
+    texts = list(prompts.values())
+    experiment = build(config, texts[: config.batch])
     log = CompletionLog(_OUTPUT.value, {"weights": experiment.weights}, replica)
     queue = generate_many(
         experiment.pair,
-        list(prompts.values()),
+        texts,
         config.max_new_tokens,
         rows=config.batch,
         log=log,
@@ -92,8 +91,8 @@ def main() -> None:
         method=experiment.method,
         require_exact=_REQUIRE_EXACT.value,
     )
-    total = len(prompts) * _SAMPLES.value
-    task = f"{len(prompts)} prompts, {total} texts of up to {config.max_new_tokens} tokens"
+    total = len(texts) * _SAMPLES.value
+    task = f"{len(texts)} prompts, {total} texts of up to {config.max_new_tokens} tokens"
     console.print(headline(experiment, task=task))
     start, tokens = time.perf_counter(), 0
     with entry.keeps("the same command goes on"), entry.progress(console, "decoding") as say:
@@ -108,9 +107,7 @@ def main() -> None:
 
 def write_chats(config: ExperimentConfig, console: Console) -> None:
     """Writes conversations of the target to the folder of --output."""
-    for name, flag in (("replica", _REPLICA), ("samples", _SAMPLES), ("order", _ORDER)):
-        if flag.value != flag.default:
-            raise ValueError(f"--{name} has no effect on --conversations: leave it out")
+    entry.refuse_flags(["replica", "samples", "order"], "--conversations does not read it")
     if storage.is_stream(_OUTPUT.value):
         raise ValueError(f"--output={_OUTPUT.value} is a stream: name a folder")
     folder = storage.place(_OUTPUT.value)
@@ -142,20 +139,14 @@ def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:
         id = validate.integer(f"{where}: id", record.get("id", place))
         if id in found:
             raise ValueError(f"{where}: id {id} is that of an earlier prompt")
-        found[id] = parse_prompt(where, record, chat)
+        prompt = record.get("messages") or record.get("prompt")
+        if not prompt or not isinstance(prompt, list if "messages" in record else str):
+            raise ValueError(
+                f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}'
+            )
+        is_message = chat and isinstance(prompt, str)
+        found[id] = [{"role": "user", "content": prompt}] if is_message else prompt
     return found
-
-
-def parse_prompt(where: str, record: Mapping[str, Any], chat: bool) -> Prompt:
-    """Returns the prompt of a line."""
-    prompt = record.get("messages") or record.get("prompt")
-    if not prompt or not isinstance(prompt, list if "messages" in record else str):
-        raise ValueError(
-            f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}'
-        )
-    if chat and isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
 
 
 if __name__ == "__main__":

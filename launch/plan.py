@@ -19,7 +19,6 @@ file of launch/benchmark.py has both.
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -140,9 +139,7 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     check_flags()
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
-        report = (
-            storage.read_json(_COMPILE_REPORT.value)["report"] if _COMPILE_REPORT.value else None
-        )
+        report = _COMPILE_REPORT.value and storage.read_json(_COMPILE_REPORT.value)["report"]
         cells = measured_cells(console) if _MEASURED.value else []
         accepted, costs = acceptance(cells), round_costs(cells, report)
     lengths = range(_LONGEST.value + 1)
@@ -154,17 +151,13 @@ def main() -> None:
     plans = [make_plan(accepted, costs, **place) for place in places]
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
-        entry.show(
-            [plan_table(plan, costs, report), *cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)],
-            console,
-        )
+        dollars = cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)
+        entry.show([plan_table(plan, costs, report), *dollars], console)
     for plan, place in zip(plans, places, strict=True):
         best, digits = plan.best, ".2g" if report else ".2f"
-        verdict = (
-            f"K = {best.draft_length}, {best.speedup.value:{digits}}x"
-            if best.draft_length
-            else "decode plainly"
-        )
+        verdict = "decode plainly"
+        if best.draft_length:
+            verdict = f"K = {best.draft_length}, {best.speedup.value:{digits}}x"
         if costs.is_range:
             hidden, added = (
                 make_plan(accepted, edge, **place).best.draft_length for edge in costs.bounds
@@ -209,8 +202,8 @@ def tree_forecasts(
 
 def check_flags() -> None:
     """Raises ValueError for a flag that belongs to another source of costs."""
-    if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
-        raise ValueError("--config has no effect: it goes with --chip")
+    if _CHIP.value is None:
+        _CONFIG.refuse("it goes with --chip")
     _CONFIG.refuse_fields(
         NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest"
     )

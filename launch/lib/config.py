@@ -37,6 +37,7 @@ class ConfigFlag:
     module: types.ModuleType | None = None  # of the file
     fields: ConfigDict | None = None
     fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
+    is_given: bool = False  # whether --config or one of its fields was typed
 
     def load(self, arguments: Sequence[str]) -> list[str]:
         """Loads the file in ``arguments``, defines flags for the fields that they set, returns the
@@ -50,6 +51,7 @@ class ConfigFlag:
         self.fields = load_config(self.text, self.module)
         known, found = known_fields(self.fields), map(_FIELD.match, rest)
         self.fields_set = tuple(match[1] for match in found if match)
+        self.is_given = bool(first["config"].present or self.fields_set)
         for name in self.fields_set:
             if members := [field for field in known if field.startswith(f"{name}.")]:
                 raise ValueError(
@@ -59,6 +61,11 @@ class ConfigFlag:
                 raise ValueError(f"--config={self.text} has no field {name!r}{meant(name, known)}")
         config_flags.DEFINE_config_dict("config", self.fields, sys_argv=["", *rest])
         return rest
+
+    def refuse(self, why: str) -> None:
+        """Raises ValueError if --config or one of its fields was typed."""
+        if self.is_given:
+            raise ValueError(f"--config has no effect: {why}")
 
     def refuse_fields(self, names: Sequence[str], why: str) -> None:
         """Raises ValueError for fields, or groups of fields, that were set but have no effect on

@@ -111,8 +111,8 @@ def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters(
             "conversations need a target with a tokenizer and a chat template",
         ),
         ((), "give --prompts=FILE, or --conversations=TOKENS, and not both"),
-        (("--conversations=9", "--samples=2"), "--samples has no effect on --conversations"),
-        (("--conversations=9", "--replica=0/2"), "--replica has no effect on --conversations"),
+        (("--conversations=9", "--samples=2"), "--samples has no effect: --conversations"),
+        (("--conversations=9", "--replica=0/2"), "--replica has no effect: --conversations"),
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(flags, message, tmp_path):

@@ -208,7 +208,7 @@ def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_pat
 def test_a_checkpoint_is_not_converted_into_its_own_folder(folder):
     before = sorted(folder.rglob("*"))
     done = call("export", f"--checkpoint={folder}", f"--output={folder}")
-    assert done.returncode == 2 and "holds a checkpoint, which would be mixed up" in done.stderr
+    assert done.returncode == 2 and "holds a model, or part of" in done.stderr
     assert sorted(folder.rglob("*")) == before
 
 
