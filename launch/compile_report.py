@@ -33,7 +33,6 @@ from launch.lib.drafters import refuse_unread
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
-from specsamp.decoding.trees import TreeShape
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
@@ -63,22 +62,17 @@ def main() -> None:
     refuse_unread(_CONFIG, config)
     entry.check_output(_OUTPUT.value)
     programs = programs_of(config, console)
-    head = programs.head
+    head, prefills = programs.head, config.word.draft == "model"
     with entry.progress(console, "compiling") as say:
         report = pair_report.compile_report(
             programs,
             topology=_TOPOLOGY.value,
-            size=TreeShape.of_widths(*config.tree) if config.tree else config.draft_length,
+            size=config.size,
             rule=make_rule(config.rule),
-            names=[
-                name
-                for name in pair_report.NAMES
-                if name != "draft prefill" or config.word.draft == "model"
-            ],
+            names=[name for name in pair_report.NAMES if prefills or name != "draft prefill"],
             progress=lambda text: say(f"compiling: {text}"),
         )
-    shown = pair_report.report_tables(report, *programs.bytes_of_state())
-    entry.show(shown, console)
+    entry.show(pair_report.report_tables(report, *programs.bytes_of_state()), console)
     document = {
         "kind": "compiler estimate",
         "config": config.recorded,
@@ -109,13 +103,14 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
     head = shape and shape.head()
     chip, sizes = parse(_TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // config.mesh.data
-    asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
-    parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
-    if parallelism < num_devices and not asked:
-        console.print(
-            f"the draft's {draft.config.num_heads} heads go over {parallelism} of the "
-            f"{num_devices} devices"
-        )
+    parallelism = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
+    if not parallelism:
+        heads = draft.config.num_heads
+        parallelism = math.gcd(heads, num_devices)
+        if parallelism < num_devices:
+            console.print(
+                f"the draft's {heads} heads go over {parallelism} of the {num_devices} devices"
+            )
     parallelism = None if parallelism == num_devices else parallelism
     mesh = described_mesh(
         _TOPOLOGY.value,

@@ -131,7 +131,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     first_params = None if first is None else check_first(config, first, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
     if is_head and first is not None:
-        if first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]:
+        if first.provenance.get("target", {}).get("sha256") != target.identity["sha256"]:
             console.print(
                 f"the head in {config.init} was trained for another target, or its folder does not "
                 "say for which",
@@ -139,19 +139,13 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
             )
     if entry.is_first():
         run_folder.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
-        if is_head and config.head.get("draft_vocab_size"):
+        if config.draft_vocab_size:
             run_folder.write_array(folder / run_folder.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     say_sizes(config, task, corpus, windows, console)
-    rows = None if target is None else target_rows(config, folder, target, windows, console)
-    batches = (
-        Mixture(windows, rows, config.generated.share, train_config.seed)
-        if rows is not None
-        else windows
-    )
     state = train(
         task,
         train_config,
-        batches,
+        batches_of(config, folder, target, windows, console),
         folder,
         held_out=held_out,
         teacher_params=teacher_params,
@@ -247,7 +241,7 @@ def check_windows(
             raise ValueError(
                 f"data.length {length} is more than the {name}'s {shape.max_positions} positions"
             )
-    if target is None or not fields.rows or not fields.share:
+    if target is None or fields.is_off:
         return
     if target.mesh is not None and fields.batch % mesh.shape[DATA]:
         raise ValueError(
@@ -316,7 +310,7 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
     if config.together is not None:
         together = dict(config.together)
         of_target = TransformerConfig(**together.pop("model"), dtype=config.compute_dtype)
-        if config.head and config.head.get("draft_vocab_size"):
+        if config.draft_vocab_size:
             raise ValueError(
                 "head.draft_vocab_size must be 0: which tokens are frequent is not known to its "
                 "target"
@@ -367,7 +361,7 @@ def make_teacher(
     """
     if target is None:
         return None
-    ids, size = None, config.head and config.head.get("draft_vocab_size")
+    ids, size = None, config.draft_vocab_size
     if size and first is not None:
         ids = np.asarray(first.params[DRAFT_IDS])  # the rows of its output are of these ids
     elif size:
@@ -414,26 +408,30 @@ def make_tokenizer(
     return JsonTokenizer.from_tokenizer(made, eos)
 
 
-def target_rows(
-    config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console
-) -> Any:
-    """Returns windows that the target completed, or None if the configuration has none."""
-    fields = config.generated
-    if not fields.rows or not fields.share:
-        return None
+def batches_of(
+    config: TrainingConfig,
+    folder: epath.Path,
+    target: Source | None,
+    windows: Windows,
+    console: Console,
+) -> Windows | Mixture:
+    """Returns the windows, mixed with windows that the target completes."""
+    fields, seed = config.generated, config.train.seed
+    if target is None or fields.is_off:
+        return windows
     rows = windows.batch(0, fields.rows)
-    return kept_windows(
+    progress = Progress(len(rows), config.data.length + 1 - fields.prompt_length, 0, console)
+    completed = kept_windows(
         folder / "generated",
         target.writer(config.compute_dtype),
         rows,
         batch=fields.batch,
-        report=Progress(
-            len(rows), config.data.length + 1 - fields.prompt_length, 0, console
-        ).report,
+        report=progress.report,
         prompt_length=fields.prompt_length,
         sampling=fields.sampling,
-        seed=config.train.seed,
+        seed=seed,
     )
+    return Mixture(windows, completed, fields.share, seed)
 
 
 if __name__ == "__main__":

@@ -306,22 +306,20 @@ class ExperimentConfig(Config):
             else SyntheticAcceptance(rule, self.synthetic_acceptance)
         )
 
-    def make_drafter(
-        self,
-        target: LanguageModel,
-        draft: LanguageModel | Head | None,
-        draft_length: int | None = None,
-    ) -> Drafter:
-        """Returns the drafter for K, default the configuration's; raises ValueError if it does not
-        fit the target.
-        """
-        K = self.draft_length if draft_length is None else draft_length
-        size = TreeShape.of_widths(*self.tree) if self.tree else K
-        return self.word.make(target, draft, size, self) if K else NoDrafter()
+    @property
+    def size(self) -> int | TreeShape:
+        """Returns the shape of the token trees, or K."""
+        return TreeShape.of_widths(*self.tree) if self.tree else self.draft_length
+
+    def make_drafter(self, target: LanguageModel, draft: LanguageModel | Head | None) -> Drafter:
+        """Returns the drafter; raises ValueError if it does not fit the target."""
+        if self.draft_length == 0:
+            return NoDrafter()
+        return self.word.make(target, draft, self.size, self)
 
     def make_method(self, pair: Pair) -> Method:
         """Returns the method for a pair."""
-        drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
+        drafter = self.make_drafter(pair.target, pair.draft_or_head)
         if self.corpus and isinstance(drafter, NgramDrafter):
             corpus = read_corpus(self.corpus, pair.tokenizer)
             drafter = dataclasses.replace(drafter, corpus=corpus)

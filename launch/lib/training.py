@@ -43,6 +43,11 @@ class GeneratedFields:
         self.sampling  # refuses numbers out of range
 
     @property
+    def is_off(self) -> bool:
+        """Returns whether the target writes nothing."""
+        return not (self.rows and self.share)
+
+    @property
     def sampling(self) -> Warp:
         """Returns the sampling distribution with which the target writes a batch of rows."""
         greedy = round(self.greedy_share * self.batch)
@@ -91,17 +96,21 @@ class TrainingConfig(Config):
     layer_skip: Mapping[str, Any] | None = None
     together: Mapping[str, Any] | None = None
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Returns the size of a head's reduced vocabulary; 0: it drafts all tokens."""
+        return (self.head or {}).get("draft_vocab_size", 0)
+
     def __post_init__(self):
-        length, chunk = (
-            self.data.length,
-            self.test_time and self.test_time.anchors is None and self.test_time.chunk,
-        )
+        length, chunk = self.data.length, None
+        if self.test_time is not None and self.test_time.anchors is None:
+            chunk = self.test_time.chunk
         if self.generated is not None and self.generated.prompt_length > length:
             raise ValueError(
                 f"generated.prompt_length {self.generated.prompt_length} must be at most "
                 f"data.length, {length}"
             )
-        if chunk not in (None, False) and (chunk < 1 or length % chunk):
+        if chunk is not None and (chunk < 1 or length % chunk):
             raise ValueError(
                 f"test_time.chunk {chunk} does not divide data.length {length}: choose one that "
                 "does"

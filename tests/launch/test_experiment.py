@@ -76,7 +76,8 @@ def test_a_configuration_becomes_objects(monkeypatch):
             {"drafter": word, "exit_layer": 1, "mask_id": 7, "window": 9, "sinks": 3}
         )
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
-        assert own.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
+        plain = own.turned({"draft_length": 0})
+        assert plain.make_drafter(made.pair.target, made.pair.draft) == NoDrafter()
     assert made.method.adaptive is None and config.adaptive.make(NoDrafter()) is None
     stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
     assert stopping.adaptive.make(made.method.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
@@ -100,10 +101,8 @@ def test_trees_by_their_words():
     for word, drafter in made.items():
         own = config.turned({"drafter": word, "exit_layer": 1})
         assert own.make_drafter(target, draft) == drafter
-        assert (
-            own.drafter_name.endswith(" tree 2x1")
-            and own.make_drafter(target, draft, 0) == NoDrafter()
-        )
+        assert own.drafter_name.endswith(" tree 2x1")
+        assert own.turned({"draft_length": 0}).make_drafter(target, draft) == NoDrafter()
     assert config.acceptance_rule == TraversalRule("top") and make_rule("kseq") == KSeqRule()
 
 
