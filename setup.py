@@ -3,53 +3,18 @@
 import importlib.util
 import pathlib
 import re
-import shutil
 import sys
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
-from setuptools.command.sdist import sdist
 
 ROOT = pathlib.Path(__file__).parent
-COMMANDS = ("launch", "configs")
-
-
-class BuildWithCommands(build_py):
-    """Puts what the installed command runs beside the package; in a checkout (``pip install -e``)
-    it is there.
-    """
-
-    def run(self):
-        super().run()
-        for path in [] if self.editable_mode else commands():
-            copy = pathlib.Path(self.build_lib, "specsamp/checkout", path)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / path, copy)
-
-
-class SourceWithCommands(sdist):
-    """Takes the same files into an archive of the source."""
-
-    def make_release_tree(self, base_dir, files):
-        super().make_release_tree(base_dir, [*files, *map(str, commands())])
-
-
-def commands():
-    """Returns the files of launch and configs, from here."""
-    paths = [
-        path
-        for name in COMMANDS
-        for path in sorted((ROOT / name).rglob("*"))
-        if path.suffix in (".py", ".json")
-    ]
-    found = [path.relative_to(ROOT) for path in paths]
-    if {path.parts[0] for path in found} != set(COMMANDS):
-        raise FileNotFoundError(
-            f"{ROOT} lacks the files of {' or '.join(COMMANDS)}: install from a whole copy of the "
-            "source"
-        )
-    return found
-
+# A wheel has launch and configs below the package, for the installed command; a checkout has them
+# beside it.
+COPIES = {
+    f"specsamp.checkout.{name}": name.replace(".", "/")
+    for name in ("launch", "launch.lib", "launch.studies", "configs")
+    if "editable_wheel" not in sys.argv
+}
 
 if {"dist_info", "bdist_wheel"} & set(sys.argv) and not any(
     map(importlib.util.find_spec, ("wheel", "setuptools.command.bdist_wheel"))
@@ -69,17 +34,16 @@ setup(
     description="Exact speculative sampling for large language models in JAX on TPU meshes",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    package_dir={"": "."},  # an editable installation then sees launch and configs, too
-    packages=find_packages(include=["specsamp", "specsamp.*"]),
+    # An editable installation has "." alone, and sees launch and configs, too.
+    package_dir={"": ".", **COPIES},
+    packages=[*find_packages(include=["specsamp", "specsamp.*"]), *COPIES],
     package_data={
+        "": ["*.json"],
         "specsamp": ["__init__.pyi"],
-        "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
-        "specsamp.mesh": ["*.json"],
+        "specsamp.checkpoints": ["assets/*/*", "assets/*/*/*"],
         "specsamp.models": ["*.cc"],
         "specsamp.serving": ["*.html"],
-        "specsamp.tpu": ["*.json"],
     },
-    cmdclass={"build_py": BuildWithCommands, "sdist": SourceWithCommands},
     entry_points={"console_scripts": ["specsamp = specsamp.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
