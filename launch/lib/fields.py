@@ -73,23 +73,16 @@ class Int8Fields:
         return Int8(weights=INT8_SIDES[self.weights], caches=INT8_SIDES[self.caches])
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelFields:
-    """A preset of specsamp/models/config.py, and changes of its shape; None keeps the preset's
-    value.
+def make_model(fields: Mapping[str, Any], **decoding: str | None) -> TransformerLM:
+    """Returns the model of a preset of specsamp/models/config.py with changes of its shape.
+
+    Args:
+      fields: "preset", and fields of the shape; None keeps the preset's value.
+      decoding: further fields of the shape, such as ``weight_dtype``.
     """
-
-    fields: Mapping[str, Any]
-
-    def model(self, **decoding: str | None) -> TransformerLM:
-        """Returns the model; ``decoding`` holds further fields of its shape, such as
-        ``weight_dtype``.
-        """
-        changes = {
-            name: value for name, value in self.fields.items() if value is not None
-        } | decoding
-        preset = PRESETS[validate.choice("preset", changes.pop("preset", None), PRESETS)]
-        return TransformerLM.for_backend(preset(**changes))
+    changes = {name: value for name, value in fields.items() if value is not None}
+    preset = PRESETS[validate.choice("preset", changes.pop("preset", None), PRESETS)]
+    return TransformerLM.for_backend(preset(**changes, **decoding))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +198,8 @@ class ExperimentConfig(Config):
     hugging_face: PublicNames | None = None
     prompts: Sequence[Prompt] | None = None
     chat: bool | None = None
-    target: ModelFields | None = None
-    draft: ModelFields | None = None
+    target: Mapping[str, Any] | None = None  # of `make_model`
+    draft: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         for name in self.word.reads:
@@ -268,7 +261,7 @@ class ExperimentConfig(Config):
         """Returns the kv heads of the target, if they are in the configuration."""
         if self.hugging_face is not None:
             return self.mesh.num_kv_heads or None
-        return None if self.target is None else self.target.model().config.num_kv_heads
+        return None if self.target is None else make_model(self.target).config.num_kv_heads
 
     @property
     def word(self) -> Word:
@@ -351,8 +344,6 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
     """Returns a dataclass of the fields of a configuration, or of the fields in a ``group``
     ("train.").
     """
-    if kind is ModelFields:
-        return ModelFields(fields)
     known = {field.name: field for field in dataclasses.fields(kind)}
     hints, values = _hints(kind), {}
     missing = [

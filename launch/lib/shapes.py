@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, make_model
 from specsamp import EarlyExitDrafter, TransformerLM, storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
@@ -61,7 +61,11 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
     int8 = config.int8.sides
     if config.hugging_face is None:
         fields = {"target": config.target, "draft": config.draft}
-        return {side: one.model(**int8.of(side)) for side, one in fields.items() if one is not None}
+        return {
+            side: make_model(shape, **int8.of(side))
+            for side, shape in fields.items()
+            if shape is not None
+        }
     models = {}
     for side in ("target",) if config.word.draft in HEADS else ("target", "draft"):
         name = getattr(config.hugging_face, side)

@@ -12,7 +12,7 @@ import pytest
 from configs import hf
 from launch.lib import experiment
 from launch.lib.config import load_config
-from launch.lib.fields import ExperimentConfig, SamplingFields
+from launch.lib.fields import ExperimentConfig, SamplingFields, make_model
 from launch.lib.rules import make_rule
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
@@ -91,7 +91,7 @@ def test_a_configuration_becomes_objects(monkeypatch):
 
 def test_trees_by_their_words():
     config = turned(tree=(2, 1), rule="traversal:top")
-    target, draft = config.target.model(), config.draft.model()
+    target, draft = make_model(config.target), make_model(config.draft)
     shape = TreeShape((0, 0, 1, 2))
     made = {
         "model": ModelTree(draft, tree=shape),
