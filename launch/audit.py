@@ -33,17 +33,15 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.cells import read_prompts
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentFlag
 from launch.lib.subject import make_subject
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
 from specsamp.evaluation.audit import CHECKS, Settings, Status, audit, audit_table
 from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _CHECKS = flags.DEFINE_list(
     "checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}."
 )
@@ -92,9 +90,7 @@ def main() -> int:
     entry.check_goes_with({"reference": ["engine"], "request": ["engine"]})
     if _ENGINE.value is not None:
         return audit_engine(console)
-    _CONFIG.refuse_fields(["batch", "repeats"], "give --rows and --prompt_count")
-    config = _CONFIG.value
-    refuse_unread(_CONFIG, config)
+    config = _CONFIG.read(["batch", "repeats"], "give --rows and --prompt_count")
     entry.check_output(_OUTPUT.value)
     settings = Settings(
         checks=tuple(_CHECKS.value),

@@ -39,10 +39,8 @@ from launch.lib.cells import (
     read_prompts,
     turned,
 )
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline, use_few_rows
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentFlag
 from launch.lib.machine_choice import for_machine
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
@@ -53,7 +51,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.replica import files_of
 from specsamp.sampling.synthetic import LABEL
 
-_CONFIG = ConfigFlag("configs/random_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/random_pair.py")
 _GRID = flags.DEFINE_multi_string(
     "grid",
     [],
@@ -88,7 +86,7 @@ def main() -> None:
     if not grids:
         raise ValueError(f"--sweep: {_CONFIG.text} has no GRIDS, lists of what --grid takes")
     points = [point for texts in grids for point in parse_grid([*texts, *_GRID.value])]
-    refuse_unread(_CONFIG, config, [point.get("drafter", config.drafter) for point in points])
+    _CONFIG.refuse_unread([point.get("drafter", config.drafter) for point in points])
     of_grid = [name for name in points[0] if all(name in point for point in points)]
     _CONFIG.refuse_fields(of_grid, "--grid sets it")
     if _TRACE.value and len(points) > 1:

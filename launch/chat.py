@@ -18,10 +18,8 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import Experiment, build, headline, use_few_rows
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentFlag
 from launch.lib.machine_choice import for_machine
 from launch.lib.rules import make_rule
 from specsamp import use_compilation_cache
@@ -30,7 +28,7 @@ from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.method import check_exact
 from specsamp.decoding.request import Prompt, encode
 
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
 _TOKENS = flags.DEFINE_integer(
     "max_tokens",
@@ -47,9 +45,7 @@ def main() -> None:
     console = entry.make_console()
     if jax.process_count() > 1:
         raise ValueError("a chat runs in one process: leave out --distributed and --coordinator")
-    _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "a chat decodes one text")
-    config = _CONFIG.value
-    refuse_unread(_CONFIG, config)
+    config = _CONFIG.read(["batch", "prompt_length", "repeats"], "a chat decodes one text")
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     use_few_rows(config, console)

@@ -28,9 +28,7 @@ from rich.console import Console
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, ExperimentFlag
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
 from specsamp.machine import version
@@ -43,7 +41,7 @@ from specsamp.tpu.calibration import fit_published
 from specsamp.tpu.lowering import Programs, sharded_head_model
 from specsamp.tpu.topology import CHIPS, described_mesh, parse
 
-_CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/chinchilla.py")
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
     "v4:2x2x4",
@@ -57,9 +55,7 @@ _OUTPUT = entry.define("output")
 
 def main() -> None:
     console = entry.make_console()
-    _CONFIG.refuse_fields(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
-    config = _CONFIG.value
-    refuse_unread(_CONFIG, config)
+    config = _CONFIG.read(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
     entry.check_output(_OUTPUT.value)
     programs = programs_of(config, console)
     head, prefills = programs.head, config.word.draft == "model"

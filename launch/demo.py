@@ -20,10 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import Experiment, build, headline, use_few_rows
-from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
+from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag, Int8Fields
 from launch.lib.machine_choice import Calls, best, is_possible
 from specsamp import NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
@@ -33,7 +31,7 @@ from specsamp.decoding.kept_loop import KeptLoop
 from specsamp.decoding.method import Method
 from specsamp.decoding.text import Continuation
 
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _PROMPT = flags.DEFINE_multi_string(
     "prompt",
     [],
@@ -51,9 +49,7 @@ NUM_PROMPTS = 3
 
 def main() -> None:
     console = entry.make_console()
-    _CONFIG.refuse_fields(["repeats"], "give --passes")
-    config = _CONFIG.value
-    refuse_unread(_CONFIG, config)
+    config = _CONFIG.read(["repeats"], "give --passes")
     use_few_rows(config, console)
     configs = choose(config, console)
     with entry.progress(console, "reading the pair"):

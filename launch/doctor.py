@@ -27,9 +27,9 @@ from rich.text import Text
 
 from launch.lib import entry
 from launch.lib.cells import read_prompts
-from launch.lib.config import ConfigFlag, load_file
+from launch.lib.config import load_file
 from launch.lib.experiment import build, headline
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentFlag
 from launch.lib.shapes import known_models
 from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
@@ -44,7 +44,7 @@ FLAGS_OF = {
     "head": ("prompts", "tokens", "output"),
     "names": ("pair", "head", "output"),
 }
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _LOOK_AT = flags.DEFINE_enum(
     "look_at",
     "machine",

@@ -32,11 +32,9 @@ from absl import flags
 
 from launch.lib import costs, entry
 from launch.lib.cells import machine_identity
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import Experiment, build, headline
-from launch.lib.fields import MACHINE, ExperimentConfig
+from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag
 from launch.lib.rules import LOSSY, RULES
 from specsamp import CompletionLog, Pair, storage, validate
 from specsamp.analysis import report
@@ -66,7 +64,7 @@ LEFT_OUT = (
     *("rule", "drafter", "draft_length", "exit_layer", "window", "sinks", "corpus"),
     *("mesh", "repeats", "prompt_length"),
 )
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
 _SOURCE = flags.DEFINE_string(
     "source",
@@ -125,7 +123,7 @@ def main() -> None:
     identity["replica"] = None if replica.is_whole else str(replica)
     Results.open(output, identity)
     ways = ways_of(config)
-    refuse_unread(_CONFIG, config, [own.drafter for own in ways.values() if not own.is_plain])
+    _CONFIG.refuse_unread([own.drafter for own in ways.values() if not own.is_plain])
     experiments = build_each(
         config, ways, [one.prompt for one in problems.values()][: config.batch]
     )

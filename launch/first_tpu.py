@@ -38,9 +38,9 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag, known_fields, load_config
+from launch.lib.config import known_fields, load_config
 from launch.lib.experiment import Experiment, build
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, ExperimentFlag
 from launch.lib.subject import make_subject
 from specsamp import doctor, machine, storage, use_compilation_cache
 from specsamp.analysis import report
@@ -56,7 +56,7 @@ from specsamp.tpu.kernel_check import CHECKS, KernelCheck
 from specsamp.tpu.topology import topology_of
 
 GROUPS = ("doctor", "kernel", "audit", "times", "estimate")
-_CONFIG = ConfigFlag("configs/random_pair.py:3b", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/random_pair.py:3b")
 _PARTS = flags.DEFINE_list(
     "parts", list(GROUPS), f"Parts to run, separated by commas: any of {', '.join(GROUPS)}."
 )

@@ -26,17 +26,15 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import build, headline
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, ExperimentFlag
 from specsamp import CompletionLog, generate_many, storage, validate
 from specsamp.decoding.request import Prompt
 from specsamp.evaluation.records import read_records
 from specsamp.serving.orders import parse_order
 from specsamp.training.conversations import write_conversations
 
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _PROMPTS = flags.DEFINE_string("prompts", None, "The prompts, JSON lines, local or gs://.")
 _CONVERSATIONS = flags.DEFINE_integer(
     "conversations",
@@ -59,9 +57,8 @@ _REQUIRE_EXACT = entry.define("require_exact")
 
 def main() -> None:
     console = entry.make_console()
-    _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows and --samples")
-    config = _CONFIG.value.turned({"batch": _ROWS.value})
-    refuse_unread(_CONFIG, config)
+    config = _CONFIG.read(["batch", "prompt_length", "repeats"], "give --rows and --samples")
+    config = config.turned({"batch": _ROWS.value})
     if (_PROMPTS.value is None) == (_CONVERSATIONS.value is None):
         raise ValueError("give --prompts=FILE, or --conversations=TOKENS, and not both")
     if _CONVERSATIONS.value is not None:

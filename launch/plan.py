@@ -25,9 +25,8 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
 from launch.lib.costs import cost_tables, define_chip_hour
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentFlag
 from launch.lib.shapes import target_and_draft
 from specsamp import storage
 from specsamp.analysis import grid, tables
@@ -59,7 +58,7 @@ _DRAFT_MS = flags.DEFINE_float(
 _COMPILE_REPORT = flags.DEFINE_string(
     "compile_report", None, "Take costs from this file of launch/compile_report.py."
 )
-_CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/chinchilla.py")
 _CHIP = flags.DEFINE_enum(
     "chip",
     None,

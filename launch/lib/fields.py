@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 
 from ml_collections import ConfigDict
 
+from launch.lib.config import ConfigFlag
 from launch.lib.drafters import (
     DRAFTERS,
     AdaptiveFields,
@@ -20,6 +21,7 @@ from launch.lib.drafters import (
     check_word,
     meaning,
     read_corpus,
+    refuse_unread,
 )
 from launch.lib.rules import make_rule
 from specsamp import (
@@ -338,6 +340,30 @@ class ExperimentConfig(Config):
         """Returns the workload, without prompts."""
         names = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
         return Workload(**{name: getattr(self, name) for name in names})
+
+
+class ExperimentFlag(ConfigFlag):
+    """The flag --config of a pair."""
+
+    def __init__(self, default: str):
+        super().__init__(default, ExperimentConfig)
+
+    def read(self, others: Sequence[str], why: str) -> ExperimentConfig:
+        """Returns the configuration.
+
+        Raises:
+          ValueError: one of the ``others`` was set, which this command does not read, or a field
+            that the drafter does not read.
+        """
+        self.refuse_fields(others, why)
+        self.refuse_unread()
+        return self.value
+
+    def refuse_unread(self, drafters: Sequence[str] = ()) -> None:
+        """Raises ValueError for a field that was set and that none of the drafters reads; default
+        the drafter of the configuration.
+        """
+        refuse_unread(self, self.value, drafters)
 
 
 def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
