@@ -152,18 +152,19 @@ def known_identity(config: ExperimentConfig) -> dict[str, Any]:
 
 def pair_identity(experiment: Experiment) -> dict[str, Any]:
     """Returns the identity of pair and prompts, for files of results."""
-    work = experiment.workload
+    pair, work = experiment.pair, experiment.workload
+    models = {"target": pair.target, "draft": pair.draft_or_head}
     known = {
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "random_weights": experiment.pair_name is None,
-        "models": experiment.configs,
+        "models": {side: model.config for side, model in models.items() if model is not None},
         "prompts": None,
     }
     if work.prompts:
         crc32 = zlib.crc32(repr(work.prompts).encode())
         known["prompts"] = {"count": len(work.prompts), "crc32": crc32}
-    if experiment.pair.target.kernels is not None:  # "auto" may have become plain
+    if pair.target.kernels is not None:  # "auto" may have become plain
         known["kernels"] = True
     return known
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import pathlib
 import re
 import types
@@ -21,6 +20,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from launch.lib.own_code import load_module
 from specsamp import storage
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
@@ -104,13 +104,8 @@ def load_file(text: str) -> types.ModuleType:
     if path is None:
         shipped = [f"configs/{file.name}" for file in sorted((CHECKOUT / "configs").glob("*.py"))]
         raise ValueError(f"--config={text}: no file {name!r}{meant(name, shipped)}")
-    spec = importlib.util.spec_from_file_location("config", path)
-    if spec is None:
-        raise ValueError(f"--config={text}: {name} is no Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
     with _own_code(text):
-        spec.loader.exec_module(module)
-    return module
+        return load_module(path.resolve())
 
 
 @contextlib.contextmanager

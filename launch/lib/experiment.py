@@ -47,12 +47,6 @@ class Experiment:
         """
         return None if self.pair_name is None else digest_of_pair(self.pair)
 
-    @property
-    def configs(self) -> dict[str, Any]:
-        """Returns the shapes of the target and of its draft model or head, if it has one."""
-        models = {"target": self.pair.target, "draft": self.pair.draft_or_head}
-        return {side: model.config for side, model in models.items() if model is not None}
-
 
 def use_few_rows(config: ExperimentConfig, console: Console) -> None:
     """Turns on the kernel of `specsamp.models.few_rows` for a pair on one CPU device, and prints

@@ -34,7 +34,7 @@ def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
     if not path.is_file():
         raise ValueError(f"{field}={word}: no file {str(path)!r}")
     try:
-        value = eval(expression, vars(_module(path.resolve())) | names)
+        value = eval(expression, vars(load_module(path.resolve())) | names)
     except Exception as error:
         raise ValueError(f"{field}={word}: {type(error).__name__}: {error}") from error
     if not isinstance(value, kind):
@@ -45,8 +45,11 @@ def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
 
 
 @functools.cache  # equal words make equal drafters, whose programs are compiled once
-def _module(path: pathlib.Path) -> types.ModuleType:
+def load_module(path: pathlib.Path) -> types.ModuleType:
+    """Runs a file and returns it as a module; raises ValueError if its name does not end in .py."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None:
+        raise ValueError(f"{path} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
