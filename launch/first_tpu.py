@@ -101,20 +101,20 @@ class Found:
 
 def main() -> int:
     console = entry.make_console()
-    interpret = _INTERPRET.value
     if not _PARTS.value or {*_PARTS.value} - {*GROUPS}:
         raise ValueError(f"--parts={','.join(_PARTS.value)}: choose from {', '.join(GROUPS)}")
     machine.require_devices()
-    if interpret:
+    if _INTERPRET.value:
         _CONFIG.refuse("--interpret has a tiny pair of its own")
-    if not interpret and jax.default_backend() != "tpu":
+        config = ExperimentConfig.from_config_dict(load_config(REHEARSED))
+    elif jax.default_backend() == "tpu":
+        config = _CONFIG.value
+    else:
         seen = f"{jax.device_count()} x {jax.default_backend()}"
         raise ValueError(
             f"this needs a TPU, and JAX sees {seen}: run it on one, see doctor.py, or give "
             "--interpret"
         )
-    fields = load_config(REHEARSED) if interpret else _CONFIG.fields
-    config = ExperimentConfig.from_config_dict(fields)
     entry.check_output(_OUTPUT.value)
     use_compilation_cache()
     results = Results.open(_OUTPUT.value, identity_of(config))
@@ -169,17 +169,16 @@ def make_parts(config: ExperimentConfig) -> dict[str, Callable[[], Found]]:
 
 def run_part(name: str, part: Callable[[], Found], console: Console) -> dict[str, Any]:
     """Runs a part; returns its result or its error as JSON."""
-    start, error = time.monotonic(), None
+    start = time.monotonic()
     with entry.progress(console, name):
         try:
             found = part()
-        except Exception as met:  # of any kind: all other parts run
-            found = Found(False, f"{type(met).__name__}: {' '.join(str(met).split())[:300]}")
-            error = traceback.format_exc()
+        except Exception as error:  # of any kind: all other parts run
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            found = Found(False, said, {"traceback": traceback.format_exc()})
     seconds = round(time.monotonic() - start, 1)
-    more = found.more if error is None else {"traceback": error}
     return report.as_json(
-        {"passed": found.passed, "said": found.said, "seconds": seconds, "found": more}
+        {"passed": found.passed, "said": found.said, "seconds": seconds, "found": found.more}
     )
 
 
@@ -187,11 +186,9 @@ def examine() -> Found:
     """Lists the findings of the doctor."""
     findings = doctor.examine(doctor.read_facts())
     worst = max(findings, key=lambda finding: finding.level)
-    said = (
-        f"{worst.what}: {worst.fix}"
-        if worst.fix
-        else "; ".join(finding.what for finding in findings[:2])
-    )
+    said = "; ".join(finding.what for finding in findings[:2])
+    if worst.fix:
+        said = f"{worst.what}: {worst.fix}"
     return Found(worst.level < doctor.Level.ERROR, said, findings)
 
 
