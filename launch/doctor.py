@@ -78,7 +78,7 @@ SIGNS = {
 
 def main() -> int:
     console = entry.make_console()
-    others = {name for names in FLAGS_OF.values() for name in names} - {*FLAGS_OF[_LOOK_AT.value]}
+    others = set().union(*FLAGS_OF.values()).difference(FLAGS_OF[_LOOK_AT.value])
     entry.refuse_flags(others, f"--look_at={_LOOK_AT.value} does not read it")
     entry.check_output(_OUTPUT.value)
     return {"machine": look_at_machine, "head": look_at_head, "names": look_at_names}[
@@ -90,25 +90,18 @@ def look_at_machine(console: Console) -> int:
     """Prints the findings about the machine, and returns the worst level."""
     known = doctor.read_facts()
     findings = doctor.examine(known, wanted())
-    for finding in findings:
-        show(finding, console)
     if known.platform == "cpu" and not known.failed:
         said = few_rows.build()
-        findings.append(
-            doctor.Finding(Level.WARNING if few_rows.FAILED in said else Level.FINE, said)
-        )
-        show(findings[-1], console)
+        level = Level.WARNING if few_rows.FAILED in said else Level.FINE
+        findings.append(doctor.Finding(level, said))
     missing = missing_isolation()
     programs = f"not isolated here ({missing})" if missing else "isolated by bubblewrap"
-    show(doctor.Finding(Level.FINE, f"programs of humaneval and mbpp are {programs}"), console)
+    findings.append(doctor.Finding(Level.FINE, f"programs of humaneval and mbpp are {programs}"))
+    for finding in findings:
+        sign, colour = SIGNS[finding.level]
+        fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
+        console.print(Text(f"{sign:<9}", style=colour), finding.what + fix, sep="")
     return max(finding.level for finding in findings)
-
-
-def show(finding: doctor.Finding, console: Console) -> None:
-    """Prints a finding and its cure."""
-    sign, colour = SIGNS[finding.level]
-    fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
-    console.print(Text(f"{sign:<9}", style=colour), finding.what + fix, sep="")
 
 
 def wanted() -> Wanted:
@@ -117,11 +110,11 @@ def wanted() -> Wanted:
     """
     config = _CONFIG.value
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
-    from_hub = tuple(name for name in names if name and not storage.place(name).exists())
-    data, model = config.mesh.data, config.mesh.model
     sizes = [one.config.weight_bytes for one in known_models(config).values()]
     return Wanted(
-        devices=data * model, weights_bytes=sum(sizes) / model if sizes else None, from_hub=from_hub
+        devices=config.mesh.data * config.mesh.model,
+        weights_bytes=sum(sizes) / config.mesh.model if sizes else None,
+        from_hub=tuple(name for name in names if name and not storage.place(name).exists()),
     )
 
 
@@ -135,13 +128,12 @@ def look_at_head(console: Console) -> int:
             f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help"
         )
     console.print(headline(experiment, task="a check of the head"))
-    asked, sampling = experiment.workload.prompts, experiment.method.sampling
     with entry.progress(console, "decoding with the head"):
         found = check_head(
             experiment.pair,
-            asked,
+            experiment.workload.prompts,
             tokens=_TOKENS.value,
-            sampling=sampling,
+            sampling=experiment.method.sampling,
             seed=config.seed,
             others=True,
         )
@@ -174,11 +166,12 @@ def look_at_names(console: Console) -> int:
     known = {**public.PAIRS, **public.HEADS}
     asked = {word: public.find(word) for word in _PAIR.value or known}
     with entry.progress(console, "asking the hub") as say:
-        for number, (word, pair) in enumerate(asked.items()):
-            say(f"pair {number + 1} of {len(asked)}, {word}")
+        for number, (word, pair) in enumerate(asked.items(), 1):
+            say(f"pair {number} of {len(asked)}, {word}")
             is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
-            names = {"name": word, "target": pair.target, "draft": pair.draft}
-            findings += public_pair.check_pair(**names, is_head=is_head, chat=pair.chat)
+            findings += public_pair.check_pair(
+                word, pair.target, pair.draft, is_head=is_head, chat=pair.chat
+            )
     rows = [
         {
             "pair": entry.visible(one.pair),

@@ -276,14 +276,14 @@ def _help(
         lines.append(
             f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}"
         )
-    for name in sorted(
-        name for name in set(flags.FLAGS) - _OTHERS if not name.startswith("experimental_orbax")
-    ):
+    for name in sorted(set(flags.FLAGS) - _OTHERS):
+        if name.startswith("experimental_orbax"):
+            continue
         flag = flags.FLAGS[name]
         default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
         text = flag.help.partition(";\n")[0]  # without absl's "may be repeated"
-        choices, text = re.match(r"(?:(<.*?>): )?(.*)", text, re.DOTALL).groups("")
-        lines.append(f"  --{name}{choices and '='}{choices}: {text}{default}")
+        # A help with choices begins with them: "<greedy|sampled>: ".
+        lines.append(f"  --{name}{'=' if text.startswith('<') else ': '}{text}{default}")
     if config is not None:
         config.load([argument for argument in arguments[1:] if argument not in HELP])
         lines += ["", *config.describe()]
@@ -299,9 +299,14 @@ def make_console(**options: Any) -> Console:
     """Returns a console: without colours after --plain or NO_COLOR, and wide without a terminal."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         options = {"width": WIDTH_OF_FILES, **options}
-    no_color = flags.FLAGS.is_parsed() and _PLAIN.value or None
-    plain = dict(no_color=no_color, highlight=False, markup=False, soft_wrap=True)
-    return Console(quiet=not is_first(), **plain, **options)
+    return Console(
+        quiet=not is_first(),
+        no_color=flags.FLAGS.is_parsed() and _PLAIN.value or None,
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+        **options,
+    )
 
 
 def own(piece: str, console: Console) -> Text:

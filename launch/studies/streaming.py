@@ -78,13 +78,12 @@ def shortened(content: Mapping[str, Any], layers: int) -> Mapping[str, Any]:
     """Returns a ``config.json`` with fewer layers; 0: all."""
     if not layers:
         return content
-    place = content.get("text_config", content)
+    if "text_config" in content:
+        return content | {"text_config": shortened(content["text_config"], layers)}
     fewer = {"num_hidden_layers": layers}
-    if "layer_types" in place:
-        fewer["layer_types"] = place["layer_types"][:layers]
-    if place is content:
-        return content | fewer
-    return content | {"text_config": place | fewer}
+    if "layer_types" in content:
+        fewer["layer_types"] = content["layer_types"][:layers]
+    return content | fewer
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
