@@ -115,11 +115,7 @@ def write_tensors(folder: pathlib.Path, tensors: Mapping[str, tuple[str, tuple[i
     with open(folder / SINGLE, "wb") as file:
         file.write(len(described).to_bytes(8, "little") + described)
         for kind, shape in tensors.values():
-            left = int(np.prod(shape))
-            while left:
-                part = random[kind][:left]
-                file.write(part.tobytes())
-                left -= len(part)
+            np.resize(random[kind], shape).tofile(file)
 
 
 def read(folder: pathlib.Path, weight_dtype: str | None) -> dict[str, float]:
