@@ -38,7 +38,7 @@ from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag
 from launch.lib.rules import LOSSY, RULES
 from specsamp import CompletionLog, Pair, storage, validate
 from specsamp.analysis import report
-from specsamp.analysis.grid import Results
+from specsamp.analysis.grid import Results, distribution_of
 from specsamp.decoding.method import Method, check_exact
 from specsamp.evaluation.harness import (
     Requests,
@@ -144,10 +144,10 @@ def main() -> None:
     identity |= {"weights": weights, "environment": machine_identity()}
     results = Results.open(output, identity)
     count = sum(map(len, blocks.values()))
-    sampling = [f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items()]
     asked = (
         f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of "
-        f"each; {', '.join(sampling)}; {'with' if requests.chat else 'without'} a chat template"
+        f"each; {distribution_of(dataclasses.asdict(config.sampling))}; "
+        f"{'with' if requests.chat else 'without'} a chat template"
     )
     console.print(headline(experiment, asked))
     with entry.keeps("the same command goes on" if output else "nothing is kept without --output"):
