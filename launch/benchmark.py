@@ -79,8 +79,7 @@ def main() -> None:
     if _GATHER.value:
         gather(console)
         return
-    replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
-    output = _OUTPUT.value and replica.file(_OUTPUT.value)
+    replica, output = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     config = _CONFIG.value
     grids = getattr(_CONFIG.module, "GRIDS", []) if _SWEEP.value else [()]
     if not grids:
@@ -94,7 +93,6 @@ def main() -> None:
     use_few_rows(config, console)
     config = for_machine(config, console)
     configs = turned(config, points)  # all are checked before weights are read
-    entry.check_output(output)
     identity = known_identity(config)
     grid.Results.open(output, identity)  # another run's file is refused before weights are read
     if _TRACE.value:

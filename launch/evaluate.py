@@ -108,9 +108,7 @@ def main() -> None:
         ["batch", "prompt_length", "repeats"], "give --rows, --problems and --samples"
     )
     config = _CONFIG.value
-    replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
-    output = _OUTPUT.value and replica.file(_OUTPUT.value)
-    entry.check_output(output)
+    replica, output = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     task = load_task(_TASK.value, _SOURCE.value, shots=_SHOTS.value, insist=_RUN_UNISOLATED.value)
     problems = dict(enumerate(first_of_each(task.problems[: _PROBLEMS.value], _OF_EACH.value)))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}

@@ -65,12 +65,11 @@ def main() -> None:
         write_chats(config, console)
         return
     order = parse_order(_ORDER.value)
-    replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
+    replica, output = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     if storage.is_stream(_OUTPUT.value):
         raise ValueError(
             f"--output={_OUTPUT.value} is a stream, from which no run can go on: name a file"
         )
-    entry.check_output(replica.file(_OUTPUT.value))
     prompts = replica.part(read_prompts(_PROMPTS.value, bool(config.chat)), "prompts")
     texts = list(prompts.values())
     experiment = build(config, texts[: config.batch])
@@ -99,7 +98,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     told = f"{total} texts, {queue.known} of them known before; {tokens} tokens"
     console.print(f"{told}, in {seconds:.0f} s")
-    entry.say_written(replica.file(_OUTPUT.value), console)
+    entry.say_written(output, console)
 
 
 def write_chats(config: ExperimentConfig, console: Console) -> None:

@@ -117,14 +117,19 @@ def define(name: str, described: Mapping[str, tuple[Any, str]] = OF_SEVERAL) -> 
     return KINDS.get(type(default), flags.DEFINE_string)(name, default, help)
 
 
-def parse_replica(text: str | None, output: str | None) -> Replica:
-    """Returns the replica of --replica; raises ValueError if --output is not a file, in whose
-    folder its part is written.
+def parse_replica(text: str | None, output: str | None) -> tuple[Replica, str | None]:
+    """Returns the replica of --replica, and the file that it writes.
+
+    Raises:
+      ValueError: --output is not a file, in whose folder a part can be written; or the file cannot
+        be written.
     """
     replica = Replica.parse(text)
     if text is not None and (not output or storage.is_stream(output)):
         raise ValueError(f"--replica={text} writes a part beside a file: name the file in --output")
-    return replica
+    own = output and replica.file(output)
+    check_output(own)
+    return replica, own
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
