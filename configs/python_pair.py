@@ -39,9 +39,10 @@ KINDS = (*ALONE, *(f"tiny_{kind}" for kind in ALONE), "llama_target", "llama_dra
 def get_config(kind: str = "target") -> ConfigDict:
     if kind not in KINDS:
         raise ValueError(f"no {kind!r} in configs/python_pair.py: choose one of {', '.join(KINDS)}")
-    if kind.endswith(("mtp_target", "draft_target")):
-        return with_target(get_config(kind.removesuffix("_target")), kind)
-    tiny, draft, head = kind.startswith("tiny"), kind.endswith("draft"), kind.endswith(HEADS)
+    tiny, word = kind.startswith("tiny_"), kind.removeprefix("tiny_")
+    if word in ("mtp_target", "draft_target"):
+        return with_target(get_config(kind.removesuffix("_target")), word, tiny)
+    draft, head = word in ("draft", "llama_draft"), word in HEADS
     config = ConfigDict(
         dict(
             data=dict(
@@ -83,7 +84,7 @@ def get_config(kind: str = "target") -> ConfigDict:
             ),
         )
     )
-    if kind.endswith("layer_skip"):
+    if word == "layer_skip":
         config.init = ""  # the folder of a target's run to tune; "" trains from scratch
         config.layer_skip = dict(
             # Probability that the last layer is dropped for a row; lower for earlier layers.
@@ -117,9 +118,7 @@ def get_config(kind: str = "target") -> ConfigDict:
             # Positions whose logits are in memory at a time; all.
             chunk=config_dict.placeholder(int),
         )
-        config.head = head_fields(
-            kind.removeprefix("tiny_"), tiny, config.test_time.get_ref("test_steps")
-        )
+        config.head = head_fields(word, tiny, config.test_time.get_ref("test_steps"))
         config.model.update(
             num_layers=1,
             # Through the values comes what token was drafted.
@@ -128,10 +127,10 @@ def get_config(kind: str = "target") -> ConfigDict:
             gated=True,
             activation="silu",
         )
-        if kind.endswith("mtp"):
+        if word == "mtp":
             config.model.attention_bias = True  # as MiMo's has
-        if kind.endswith(BLOCKS):
-            is_dflash = kind.endswith("dflash")
+        if word in BLOCKS:
+            is_dflash = word == "dflash"
             config.test_time.test_steps = config.head.get_ref("block_size") - int(is_dflash)
             config.test_time.update(
                 decay=0.7788,  # exp(-1/4)
@@ -153,7 +152,7 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
         if not tiny:
-            batch = 4 if kind.endswith(BLOCKS) else 8
+            batch = 4 if word in BLOCKS else 8
             config.train.update(steps=4000, batch=batch, learning_rate=3e-3)
     if draft:
         config.model.update(
@@ -167,7 +166,7 @@ def get_config(kind: str = "target") -> ConfigDict:
         )
         if not tiny:
             config.train.update(steps=8000, learning_rate=3e-3)
-    if kind.startswith("llama"):
+    if word.startswith("llama"):
         config.model.gated = True
         config.model.activation = "silu"
         config.model.feedforward_width = 384 if draft else 1664  # a gate is a third matrix
@@ -176,13 +175,13 @@ def get_config(kind: str = "target") -> ConfigDict:
     return config
 
 
-def with_target(config: ConfigDict, kind: str) -> ConfigDict:
+def with_target(config: ConfigDict, word: str, tiny: bool) -> ConfigDict:
     """Changes the fields of a draft or a head to train it together with its target."""
-    target = get_config("tiny_target" if kind.startswith("tiny") else "target")
+    target = get_config("tiny_target" if tiny else "target")
     for name in ("target", "init", "generated"):
         del config[name]
     config.train = target.train
-    mtp = kind.endswith("mtp_target")
+    mtp = word == "mtp_target"
     config.together = dict(
         model=target.model,
         # DeepSeek-V3 weighs the mean over its modules with 0.3. The loss here is a sum over four
