@@ -230,24 +230,26 @@ class ExperimentConfig(Config):
         without a tree.
         """
         widths = validate.integers("tree", self.tree, 1)
-        if widths and not self.word.trees:
+        if not widths:
+            if not rule.chains:
+                raise ValueError(
+                    f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token"
+                )
+            return
+        if not self.word.trees:
             trees = ", ".join(name for name, word in DRAFTERS.items() if word.trees)
             raise ValueError(
                 f"tree={tuple(widths)}, but drafter={self.drafter} drafts no trees; these do: "
                 f"{trees}"
             )
-        if widths and not rule.trees:
+        if not rule.trees:
             raise ValueError(
                 f"rule={self.rule} verifies chains: with a tree, set rule to recursive, traversal "
                 "or coupled"
             )
-        if not widths and not rule.chains:
-            raise ValueError(
-                f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token"
-            )
-        if widths and self.synthetic_acceptance is not None:
+        if self.synthetic_acceptance is not None:
             raise ValueError("synthetic_acceptance is of chains: leave tree out")
-        if widths and self.draft_length == MACHINE:
+        if self.draft_length == MACHINE:
             raise ValueError(
                 f"tree={tuple(widths)} is a shape, and draft_length={MACHINE} a length: leave one "
                 "out"
@@ -295,11 +297,9 @@ class ExperimentConfig(Config):
         rule = make_rule(self.rule)
         if self.is_plain:
             return rule if rule.exact else TokenRule()
-        return (
-            rule
-            if self.synthetic_acceptance is None
-            else SyntheticAcceptance(rule, self.synthetic_acceptance)
-        )
+        if self.synthetic_acceptance is None:
+            return rule
+        return SyntheticAcceptance(rule, self.synthetic_acceptance)
 
     @property
     def size(self) -> int | TreeShape:
@@ -320,20 +320,17 @@ class ExperimentConfig(Config):
             drafter = dataclasses.replace(drafter, corpus=corpus)
         if pair.vocabulary is not None and type(drafter) is ModelDrafter:
             drafter = default_drafter(pair, drafter.K)
-        method = Method(
+        warps = {"sampling": self.sampling.warp()}
+        if self.draft_temperature is not None:
+            draft = dataclasses.replace(self.sampling, temperature=self.draft_temperature)
+            one_is_greedy = (draft.temperature == 0) != (self.sampling.temperature == 0)
+            warps["sampling"] = self.sampling.warp(as_chain=one_is_greedy)
+            warps["draft_sampling"] = draft.warp(as_chain=one_is_greedy)
+        return Method(
             drafter=drafter,
             rule=self.acceptance_rule,
-            sampling=self.sampling.warp(),
             adaptive=self.adaptive.make(drafter),
-        )
-        if self.draft_temperature is None:
-            return method
-        draft = dataclasses.replace(self.sampling, temperature=self.draft_temperature)
-        only_one_is_greedy = (draft.temperature == 0) != (self.sampling.temperature == 0)
-        return dataclasses.replace(
-            method,
-            sampling=self.sampling.warp(as_chain=only_one_is_greedy),
-            draft_sampling=draft.warp(as_chain=only_one_is_greedy),
+            **warps,
         )
 
     def workload(self) -> Workload:
