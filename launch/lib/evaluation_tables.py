@@ -1,6 +1,5 @@
 """Tables of evaluations: scores, differences from plain decoding, speed and acceptance."""
 
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,18 +22,21 @@ def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed")
     """
     cells = []
     for row in rows:
-        scores = [band(one["mean"], (one["low"], one["high"]), 3) for one in row["scores"].values()]
-        others = [
-            f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}), sees "
-            f"{one['detectable']:.3f}"
-            for one in row["differences"].values()
-        ]
-        compared = itertools.chain(*zip(scores, others or [""] * len(scores)))
+        compared = []
+        for measure, score in row["scores"].items():
+            compared.append(band(score["mean"], (score["low"], score["high"]), 3))
+            less = row["differences"].get(measure)
+            compared.append(
+                f"{less['mean']:+.3f} ({less['low']:+.3f} to {less['high']:+.3f}), sees "
+                f"{less['detectable']:.3f}"
+                if less
+                else ""
+            )
         ratios = sorted(row["speedups"])
         faster = band(statistics.median(ratios), (ratios[0], ratios[-1]), 2) if ratios else ""
         emitted = f"{row['counts']['emitted_per_round']:.2f}"
         cells.append((label_of(row), *compared, known(row["ms_per_token"], ".2f"), faster, emitted))
-    columns = itertools.chain(*((measure, "less plain's") for measure in rows[0]["scores"]))
+    columns = [name for measure in rows[0]["scores"] for name in (measure, "less plain's")]
     header = ("", *columns, "ms per token", "speedup", "tokens per round")
     return Table(title=title, header=header, rows=cells, note=QUALITY)
 
