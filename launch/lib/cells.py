@@ -22,11 +22,10 @@ Point = dict[str, Any]  # values of fields of the configuration
 
 # The fields that a grid may change. Any other field changes the pair or the texts, and so needs
 # another file.
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
 TURNED = {
     *("draft_length", "drafter", "exit_layer", "window", "sinks", "corpus", "mask_id", "rule"),
     *("batch", "draft_temperature", "synthetic_acceptance"),
-    *(f"sampling.{name}" for name in SAMPLING_FIELDS),
+    *(f"sampling.{field.name}" for field in dataclasses.fields(SamplingFields)),
 }
 
 

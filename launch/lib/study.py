@@ -118,7 +118,8 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         entry.check_output(
             f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures"
         )
-    shown = {**study.tables, **(study.figures if options.figures else {})}
+    drawn = study.figures if options.figures else {}
+    shown = {**study.tables, **drawn}
     if options.results is not None or study.measure is None:
         entry.refuse_flags(["output", "again"], "nothing is measured")
         folder = storage.place(options.results or RESULTS)
@@ -128,7 +129,7 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         with entry.reading(options.output or "what was measured"):
             found = {name: each.make(document) for name, each in shown.items()}
     entry.show([table for name, table in found.items() if name in study.tables], console)
-    for name in study.figures if options.figures else ():
+    for name in drawn:
         storage.write(f"{options.figures}/{name}.png", figures.to_png(found[name]))
         console.print(f"drawn: {options.figures}/{name}.png")
     entry.say_written(options.output, console)
