@@ -216,11 +216,11 @@ def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
             "the processes read different texts: give --config.data.folder, the same copy on every "
             "host"
         )
-    word = distributed.from_first(lambda: os.urandom(8).hex())
+    path, word = folder / "seen_by_all", distributed.from_first(lambda: os.urandom(8).hex())
     if entry.is_first():
-        storage.write(folder / "seen_by_all", word)
+        storage.write(path, word)
     multihost_utils.sync_global_devices("a word in the folder")
-    seen = (folder / "seen_by_all").exists() and (folder / "seen_by_all").read_text() == word
+    seen = path.exists() and path.read_text() == word
     if not all(distributed.gather_objects(seen)):
         raise ValueError(
             f"{folder} is not the same folder for all processes: give a gs:// path, or a shared "
