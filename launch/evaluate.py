@@ -183,7 +183,7 @@ def decode_blocks(
     going first.
     """
     for number, (block, problems) in enumerate(blocks.items()):
-        for name in list(methods)[:: -1 if number % 2 else 1]:
+        for name in reversed(methods) if number % 2 else methods:
             key = {"method": name, "block": block}
             if from_first(lambda: results.find(key) is not None):
                 continue

@@ -335,10 +335,10 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
         if isinstance(head, BlockHead):
             return TrainBlock(**fields)
         if any([fields.pop("anchors"), fields.pop("marginals"), fields.pop("pace") is not None]):
-            of_blocks = (
-                "test_time.anchors, test_time.marginals and test_time.pace are of block heads"
+            raise ValueError(
+                "test_time.anchors, test_time.marginals and test_time.pace are of block heads; the "
+                f"head is {head.config.kind}"
             )
-            raise ValueError(f"{of_blocks}; the head is {head.config.kind}")
         return TrainHead(**fields)
     if target is not None:
         return TrainModel(model, target.model_in(config.compute_dtype), config.objective)
