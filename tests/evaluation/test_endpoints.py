@@ -90,6 +90,7 @@ def test_engines_that_return_one_choice_or_ask_to_wait_are_asked_again():
         ({"error": {"message": "no such model"}}, 400, {}, "no such model"),
         ({"choices": [{"text": "a"}]}, 200, {"logprobs": 0}, "returns no logprobs"),
         ({"nothing": 1}, 200, {}, "gave no completion"),
+        ({"choices": []}, 200, {}, "returns no choices"),
         ({"choices": [{"text": "aa"}] * 64}, 200, {}, "leaves nothing to chance"),
     ],
 )

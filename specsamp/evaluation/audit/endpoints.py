@@ -98,9 +98,11 @@ class RemoteEngine:
             except (OSError, KeyError, ValueError) as error:
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
                 raise ValueError(f"{self.url} gave no completion ({reason})") from error
+        if not choices:
+            raise ValueError(f"{self.url} returns no choices: give another engine")
         if "logprobs" not in self.fields:
             return [(choice["text"], math.nan) for choice in choices]
-        if not choices or not all(choice.get("logprobs") for choice in choices):
+        if not all(choice.get("logprobs") for choice in choices):
             raise ValueError(f"{self.url} returns no logprobs: give --reference, or another engine")
         found = [choice["logprobs"] for choice in choices]
         return [(tuple(one["tokens"]), sum(one["token_logprobs"])) for one in found]
