@@ -66,6 +66,15 @@ def test_both_models_divide_over_their_mesh(name):
     assert bytes_per_chip < 12e9  # of a v5e's 16 GiB, with room for caches
 
 
+@pytest.mark.parametrize("name", ["gemma-27b", "qwen-7b"])
+def test_compiled_pair_has_the_larger_vocabulary(name):
+    config = ExperimentConfig.from_config_dict(hf.get_config(name))
+    sizes = [model.vocab_size for model in shapes.target_and_draft(config)]
+    pair = hf.PAIRS[name]
+    published = [published_config(one).vocab_size for one in (pair.target, pair.draft)]
+    assert sizes == 2 * [max(published)] and len(set(published)) == 2
+
+
 @pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
 def test_a_head_divides_over_the_mesh_of_its_target(name):
     """EAGLE-3 heads are as wide as the target, with reduced vocabularies of 32,000 or 64,000."""

@@ -92,4 +92,14 @@ def target_and_draft(config: ExperimentConfig) -> tuple[TransformerLM, Transform
             )
     if word.inside:
         return known["target"], EarlyExitDrafter(known["target"], config.exit_layer, K=1).exit_model
+    names = config.hugging_face
+    if "draft" in known and names is not None and not names.other_vocabulary:
+        # Embeddings are padded to the size of both, as where their weights are read.
+        rows = max(model.vocab_size for model in known.values())
+        known = {
+            side: dataclasses.replace(
+                model, config=dataclasses.replace(model.config, vocab_size=rows)
+            )
+            for side, model in known.items()
+        }
     return known["target"], known.get("draft")
