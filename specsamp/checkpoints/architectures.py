@@ -115,7 +115,7 @@ def parse_config(
             "quantised; it can be quantised to int8 while it is read"
         )
     if family.text is not None:
-        fields = _text_fields(path, content, family.text)
+        fields = text_fields(path, content, family.text)
     fields.require("is_causal", True)
     try:
         config = TransformerConfig(dtype=dtype, **family.read(fields))
@@ -135,7 +135,7 @@ def parse_config(
     return family, config
 
 
-def _text_fields(path: str, content: Mapping[str, Any], usual: Mapping[str, Any]) -> Fields:
+def text_fields(path: str, content: Mapping[str, Any], usual: Mapping[str, Any]) -> Fields:
     """Returns the keys of the text model; of tied embeddings the outer key counts, if it is
     there.
     """
@@ -193,15 +193,71 @@ def _gemma3_positions(fields: Fields, shape: dict) -> dict:
             "type and truncate: write rope_type for type, and remove truncate"
         )
     near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
+    return windows | _two_rotations(fields, shape, everywhere, near, windows)
+
+
+def _two_rotations(
+    fields: Fields, shape: dict, everywhere: Mapping, near: Mapping, windows: dict
+) -> dict:
+    """Returns the rotation of layers without a window, and the base of layers with one."""
     if near.get("rope_type", "default") != "default":
         raise ValueError(
             f"{fields.path} scales the rotary positions of layers with a window, which is not "
             "supported"
         )
     rotary = rotary_fields(fields, everywhere, shape)
-    if windows:
-        rotary["window_rotary_base"] = float(near["rope_theta"])
-    return windows | rotary
+    return rotary | ({"window_rotary_base": float(near["rope_theta"])} if windows else {})
+
+
+def _gemma4_layers(fields: Fields, shape: dict) -> dict:
+    """Returns windows, positions, and the heads of layers without a window."""
+    for key, usual, part in (
+        ("hidden_size_per_layer_input", 256, "embeddings per layer (E2B, E4B)"),
+        ("num_kv_shared_layers", 0, "layers that share caches (E2B, E4B)"),
+        ("enable_moe_block", False, "experts beside the dense layer (26B-A4B)"),
+    ):
+        if fields(key, usual):
+            raise ValueError(
+                f"{fields.path} says {key} = {fields(key, usual)!r}; of Gemma 4, {part} are not "
+                "supported: choose the 12B or 31B model"
+            )
+    validate.choice(
+        f"{fields.path}: use_bidirectional_attention",
+        fields("use_bidirectional_attention", None),
+        (None, "vision"),
+    )
+    last = shape["num_layers"] - 1
+    windows = _windows(
+        fields, fields("sliding_window", 512), lambda i: bool((i + 1) % 6) and i != last
+    )
+    near = [i for i in range(last + 1) if windows and i not in windows["global_layers"]]
+    if last in near:
+        raise ValueError(f"{fields.path} has a window in its last layer: make it full_attention")
+    heads = {"head_dim": fields("global_head_dim", 512)}
+    if shape["keys_as_values"]:
+        heads["num_key_value_heads"] = fields("num_global_key_value_heads", None)
+    each = fields.object("per_layer_config")  # as transformers 5 writes it
+    if each:
+        heads = next(iter(each.values()))
+        if each != {str(i): heads for i in range(last + 1) if i not in near}:
+            raise ValueError(
+                f"{fields.path} says per_layer_config = {each!r:.200}; it must have the same "
+                "head_dim and num_key_value_heads for all layers of full_attention, and no other"
+            )
+    size = heads["head_dim"]
+    given = Fields(
+        f"{fields.path}, in rope_parameters,",
+        fields.object("rope_parameters") or KEYS["gemma4_rope"],
+    )
+    everywhere, near = given.object("full_attention"), given.object("sliding_attention")
+    rotary = _two_rotations(fields, shape | {"head_size": size}, everywhere, near, windows)
+    return {
+        **windows,
+        **rotary,
+        "embedding_scale": math.sqrt(shape["width"]),
+        "global_head_size": size,
+        "global_kv_heads": heads.get("num_key_value_heads"),
+    }
 
 
 def _gemma2_windows(fields: Fields, shape: dict) -> dict:
@@ -425,6 +481,12 @@ FAMILIES = {
         keys=(*LLAMA, "gemma", "gemma3"),
         more=(_gemma_scales, _gemma3_positions),
     ),
+    "Gemma4ForCausalLM": Family(
+        model_type="gemma4_text",
+        names=TABLES["gemma"],
+        keys=(*LLAMA, "gemma", "gemma4"),
+        more=(_gemma4_layers,),
+    ),
 }
 FAMILIES |= {
     name: dataclasses.replace(
@@ -432,6 +494,8 @@ FAMILIES |= {
     )
     for name, of_text, model_type in (
         ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", "gemma3"),
+        ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "gemma4"),
+        ("Gemma4UnifiedForConditionalGeneration", "Gemma4ForCausalLM", "gemma4_unified"),
         ("Mistral3ForConditionalGeneration", "MistralForCausalLM", "mistral3"),
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "qwen3_5"),
         ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "qwen3_5_moe"),

@@ -70,7 +70,10 @@ TURN_ENDS = (
 
 # Tensors of a text model beside an image model, in older files and in files of transformers 5.
 OF_TEXT = re.compile(r"^language_model\.|^(model\.)language_model\.")
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+OF_IMAGES = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
+    r"|vision_embedder)\."
+)
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes read, bytes in all
 
@@ -175,8 +178,10 @@ class Checkpoint:
         if any(name.endswith(end) for name in found):
             names |= TABLES[table]
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
-        letters = sizes(self.config)
-        return {name: find_source(name, names, letters) for name in flatten_dict(shapes, sep="/")}
+        return {
+            name: find_source(name, names, sizes(self.config, name))
+            for name in flatten_dict(shapes, sep="/")
+        }
 
 
 def open_checkpoint(

@@ -25,7 +25,13 @@ YARN = LLAMA3 | {
     "amplitude": "attention_factor",
     "whole_dimensions": "truncate",
 }
-SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
+PROPORTIONAL = {"factor": "factor", "share": "partial_rotary_factor"}
+SCALINGS = {
+    "linear": {"factor": "factor"},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "proportional": PROPORTIONAL,
+}
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
@@ -59,12 +65,14 @@ def rotary_fields(
     given = {key: value for key, value in given.items() if value is not None or key == "truncate"}
     if "full_attention" in given:
         raise ValueError(
-            f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 may have"
+            f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 and 4 "
+            "may have"
         )
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
     scaling = _scaling(fields, given, usual["max_positions"])
-    if share != 1 and scaling is not None and not partial:
+    is_cut = scaling is not None and scaling.kind != "proportional"
+    if share != 1 and is_cut and not partial:
         raise ValueError(
             f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary "
             "positions; this family rotates whole heads: remove one of the two"
@@ -108,6 +116,8 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
         amplitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1
         usual = dict(beta_slow=1, beta_fast=32, attention_factor=amplitude, truncate=True)
         given = usual | given
+    if kind == "proportional":
+        given = dict(factor=1, partial_rotary_factor=1) | given
     values = {field: given.get(key) for field, key in SCALINGS[kind].items()}
     for field, value in values.items():
         if field == "whole_dimensions":

@@ -35,8 +35,10 @@ TABLES: dict[str, dict[str, str]] = storage.read_json(pathlib.Path(__file__).wit
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
-def sizes(config: TransformerConfig) -> dict[str, int]:
-    """Returns the size of the axis of each letter."""
+def sizes(config: TransformerConfig, parameter: str = "") -> dict[str, int]:
+    """Returns the size of the axis of each letter, in the layer of a parameter."""
+    layer = re.match(r"layer_(\d+)/", parameter)
+    config = config.of_layer(int(layer[1])) if layer else config
     return dict(
         V=config.vocab_size,
         D=config.width,

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         """
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width
-        batch, length = x_BTD.shape[:2]
+        length = x_BTD.shape[1]
         q_BNTH, k_BMTH, v_BMTH, *gates_BNTH = self.project_heads(x_BTD)
         fan_in = 2 * config.num_layers * heads * size
         output_NHD = weight(
@@ -78,6 +78,8 @@ class Attention(nn.Module):
                 Norm(config, "head", name=name).vectors(size) for name in ("query_norm", "key_norm")
             ]
         q_BNTH, k_BMTH = self.turn_heads(q_BNTH, k_BMTH, vectors, rope)
+        if config.value_norm:
+            v_BMTH = normalise(config, v_BMTH)
         if cache is None:
             cache = KVCache.of(k_BMTH, v_BMTH)
         else:
@@ -103,15 +105,7 @@ class Attention(nn.Module):
             cap=config.attention_cap,
             sinks_N=sinks_N,
         )
-        # One contraction over heads and their entries together: as two, the weight is transposed
-        # for it.
-        mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
-        for gate_BNTH in gates_BNTH:
-            gate_BTX = gate_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
-            mixed_BTX = mixed_BTX * jax.nn.sigmoid(gate_BTX)
-        # Of int8 weights the scale too.
-        output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)
-        out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_XD)
+        out_BTD = join_heads(mixed_BNTH, output_NHD, gates_BNTH)
         if config.output_bias:
             out_BTD = out_BTD + zero_bias(self, "output_bias", ("embed",), out_BTD)
         return out_BTD, cache
@@ -130,11 +124,11 @@ class Attention(nn.Module):
             bias_NH = self.param(f"{name}_bias", init, (count, config.head_size))
             return y_BNTH + bias_NH.astype(y_BNTH.dtype)[None, :, None]
 
-        parts = (
-            project_part("query", config.num_heads, "heads"),
-            project_part("key", config.num_kv_heads, "kv_heads"),
-            project_part("value", config.num_kv_heads, "kv_heads"),
-        )
+        q_BNTH = project_part("query", config.num_heads, "heads")
+        k_BMTH = project_part("key", config.num_kv_heads, "kv_heads")
+        if config.keys_as_values:
+            return q_BNTH, k_BMTH, k_BMTH
+        parts = q_BNTH, k_BMTH, project_part("value", config.num_kv_heads, "kv_heads")
         if not config.attention_gate:
             return parts
         return (*parts, project_part("gate", config.num_heads, "heads"))
@@ -205,6 +199,24 @@ def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
     )
     rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
     return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
+
+
+def join_heads(
+    mixed_BNTH: Array, output_NHD: Array | Int8Weight, gates_BNTH: Sequence[Array] = ()
+) -> Array:
+    """Multiplies ``BNTH,NHD -> BTD``, after the gates of the heads.
+
+    One contraction over heads and their entries together: as two, the weight is transposed for it.
+    """
+    batch, heads, length, size = mixed_BNTH.shape
+    mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
+    for gate_BNTH in gates_BNTH:
+        gate_BTX = gate_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
+        mixed_BTX = mixed_BTX * jax.nn.sigmoid(gate_BTX)
+    width = output_NHD.shape[-1]
+    # Of int8 weights the scale too.
+    output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)
+    return contract("BTX,XD->BTD", mixed_BTX, output_XD)
 
 
 def _of_nearest(table: Array, count: int, axis: int) -> Array:

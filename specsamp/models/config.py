@@ -194,6 +194,7 @@ class TransformerConfig:
     norm_offset: bool = False  # norms multiply by 1 + scale
     post_norms: bool = False  # also a norm behind attention and feed-forward, before they are added
     parallel: bool = False  # attention and feed-forward both read the layer's input
+    layer_scale: bool = False  # the stream after each layer is multiplied by a learned number
     # Feed-forward.
     gated: bool = False  # activation(gate x) * (up x)
     feedforward_bias: bool = False
@@ -207,8 +208,13 @@ class TransformerConfig:
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(H)
     attention_cap: float | None = None  # as logit_cap, of scores
     attention_sinks: bool = False  # a learned score of each head, of a slot without a value
+    value_norm: bool = False  # of each head, without a scale
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all
     global_layers: tuple[int, ...] = ()  # layers without a window
+    # Of layers without a window; None: ``head_size`` and ``num_kv_heads``.
+    global_head_size: int | None = None
+    global_kv_heads: int | None = None
+    keys_as_values: bool = False  # in layers without a window, projected keys are also values
     # Of layers with a recurrence instead of attention; None: there are none.
     recurrent: RecurrentConfig | None = None
     # Rotary positions.
@@ -263,10 +269,11 @@ class TransformerConfig:
 
     def _check_combinations(self) -> None:
         validate.integer("ngram_order", self.ngram_order, 2, 6)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+        for name in ("num_kv_heads", "global_kv_heads"):
+            if self.num_heads % (getattr(self, name) or 1):
+                raise ValueError(
+                    f"num_heads {self.num_heads} is not a multiple of {name} {getattr(self, name)}"
+                )
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
                 f"rotary positions turn pairs: head_size must be even; got {self.head_size}"
@@ -290,6 +297,11 @@ class TransformerConfig:
             )
         if self.attention_gate and self.attention_bias:
             raise ValueError("gated attention has no biases: set attention_bias=False")
+        if self.keys_as_values and (self.attention_gate or self.attention_bias):
+            raise ValueError(
+                "keys that are also values have neither gates nor biases: set attention_gate=False "
+                "and attention_bias=False"
+            )
         if self.recurrent is not None and (self.window is not None or self.positions != "rotary"):
             raise ValueError(
                 "recurrent layers are beside attention without a window and with rotary positions: "
@@ -303,6 +315,16 @@ class TransformerConfig:
     def window_of(self, layer: int) -> int | None:
         """Returns the attention window of a layer; None: it attends to all tokens."""
         return None if layer in self.global_layers else self.window
+
+    def of_layer(self, layer: int) -> TransformerConfig:
+        """Returns the shape with the heads of one layer."""
+        if self.window_of(layer) is not None:
+            return dataclasses.replace(self, keys_as_values=False)
+        return dataclasses.replace(
+            self,
+            head_size=self.global_head_size or self.head_size,
+            num_kv_heads=self.global_kv_heads or self.num_kv_heads,
+        )
 
     def is_recurrent(self, layer: int) -> bool:
         """Returns whether a layer has a recurrence instead of attention."""
@@ -336,23 +358,18 @@ class TransformerConfig:
         """Returns the number of parameters, by a formula: tracing 80 layers for their shapes takes
         seconds.
         """
-        heads, kv, size = self.num_heads, self.num_kv_heads, self.head_size
         width, inner = self.width, self.feedforward_width
         norm = width * (2 if self.norm == "layer" else 1)
-        attention = (2 * heads + 2 * kv) * size * width
-        if self.positions == "relative":
-            attention += kv * size * width + 2 * heads * size  # projection, and the two biases
-        attention += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
-        attention += self.query_key_norm * 2 * norm // width * size
-        attention += self.attention_gate * heads * size * width + self.attention_sinks * heads
         feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * (
             (1 + self.gated) * inner + width
         )
-        layer = (4 if self.post_norms else 2) * norm
-        recurrent = sum(map(self.is_recurrent, range(self.num_layers)))
-        attentions = (self.num_layers - recurrent) * attention
-        if recurrent:
-            attentions += recurrent * self.recurrent.num_parameters(width)
+        layer = (4 if self.post_norms else 2) * norm + self.layer_scale
+        attentions = sum(
+            self.recurrent.num_parameters(width)
+            if self.is_recurrent(i)
+            else self.of_layer(i)._attention_parameters
+            for i in range(self.num_layers)
+        )
         dense = self.num_layers - self.num_sparse_layers
         router = 0
         if self.experts is not None:
@@ -369,6 +386,17 @@ class TransformerConfig:
         embeddings = (1 if self.tied else 2) * self.vocab_size * width
         layers = attentions + self.num_layers * layer
         return layers + feedforwards + embeddings + norm + positions + ngrams
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Returns the number of parameters of attention, of the shape of one layer."""
+        heads, kv, size, width = self.num_heads, self.num_kv_heads, self.head_size, self.width
+        count = (2 * heads + (2 - self.keys_as_values) * kv) * size * width
+        if self.positions == "relative":
+            count += kv * size * width + 2 * heads * size  # projection, and the two biases
+        count += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
+        count += self.query_key_norm * (4 if self.norm == "layer" else 2) * size
+        return count + self.attention_gate * heads * size * width + self.attention_sinks * heads
 
     @property
     def num_sparse_layers(self) -> int:

@@ -86,6 +86,9 @@ class CPUAttention(Attention):
             heads_BTX = heads_BTX + self.get_variable("params", HEADS_BIAS)[None, None]
         heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
         ends = np.cumsum((config.num_heads, config.num_kv_heads, config.num_kv_heads))
+        if config.keys_as_values:
+            q_BNTH, k_BMTH = jnp.split(heads_BXTH, ends[:1].tolist(), axis=1)
+            return q_BNTH, k_BMTH, k_BMTH
         last = 2 + config.attention_gate
         return jnp.split(heads_BXTH, ends[:last].tolist(), axis=1)
 

@@ -82,6 +82,9 @@ class Layer(nn.Module):
             else:
                 made_BTD = FeedForward(config, name="mlp")(y_BTD)
             x_BTD = attended_BTD + post_norm("mlp", made_BTD)
+        if config.layer_scale:
+            init = nn.with_logical_partitioning(nn.initializers.ones, (None,))
+            x_BTD = x_BTD * self.param("scale", init, (1,)).astype(x_BTD.dtype)[None, None]
         return x_BTD, cache
 
 
@@ -118,7 +121,7 @@ class Decoder(nn.Module):
             )
         self.layer = [
             Layer(
-                config,
+                config.of_layer(i),
                 config.window_of(i),
                 self.attention,
                 experts=experts if config.has_experts(i) else None,
@@ -196,7 +199,7 @@ class Decoder(nn.Module):
         if config.recurrent is not None and block is not None:
             raise ValueError("a model with recurrent layers takes no block: score chains")
         numbers = range(first, last)
-        rotaries = [config.rotary_of(config.window_of(i)) for i in numbers]
+        rotaries = [config.of_layer(i).rotary_of(config.window_of(i)) for i in numbers]
         positions_BT = _positions(start_B, x_BTD.shape[1], block)
         ropes = {rotary: rotary and rotary.angles(positions_BT) for rotary in rotaries}
         caches, hidden = [], {-1: x_BTD} if first == 0 else {}

@@ -34,7 +34,8 @@ class RotaryScaling:
     below ``original_positions / high`` and interpolates in between (Llama 3.1). "yarn" divides the
     frequencies of dimensions that turn less than ``low`` times within the original positions, keeps
     those of dimensions that turn more than ``high`` times, with a ramp in between, and multiplies
-    cosine and sine by ``amplitude`` (Peng et al., arXiv 2309.00071).
+    cosine and sine by ``amplitude`` (Peng et al., arXiv 2309.00071). "proportional" turns the first
+    ``share`` of the dimensions, and divides their frequencies by ``factor`` (Gemma 4).
     """
 
     kind: str
@@ -44,11 +45,13 @@ class RotaryScaling:
     high: float = 4.0
     amplitude: float = 1.0
     whole_dimensions: bool = True  # of "yarn": the ramp begins and ends on whole dimensions
+    share: float = 1.0  # of "proportional"
 
     def __post_init__(self):
-        validate.choice("the kind of a RotaryScaling", self.kind, ("linear", "llama3", "yarn"))
+        kinds = ("linear", "llama3", "yarn", "proportional")
+        validate.choice("the kind of a RotaryScaling", self.kind, kinds)
         validate.number("the factor of a RotaryScaling", self.factor, 0, above=True)
-        if self.kind != "linear" and (
+        if self.kind in ("llama3", "yarn") and (
             self.original_positions is None or not 0 < self.low < self.high
         ):
             raise ValueError(
@@ -84,6 +87,10 @@ class Rotary:
     def _scaled(self, frequencies: Array, scaling: RotaryScaling) -> Array:
         if scaling.kind == "linear":
             return frequencies / scaling.factor
+        if scaling.kind == "proportional":
+            num_turned = int(scaling.share * self.size // 2)
+            is_turned = jnp.arange(self.size // 2) < num_turned
+            return jnp.where(is_turned, frequencies / scaling.factor, 0)
         if scaling.kind == "llama3":
             # Within the original positions.
             turned = scaling.original_positions * frequencies / (2 * math.pi)

@@ -215,12 +215,11 @@ class TransformerLM(LayeredModel):
 
     def init_cache(self, batch: int, slots: int) -> TransformerCache:
         config = self.config
-        shape = (batch, config.num_kv_heads, slots, config.head_size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
         layers = [
             RecurrentCache.empty(batch, config.recurrent, config.compute_dtype)
             if config.is_recurrent(i)
-            else self._cache_class.zeros(*shape, config.compute_dtype, self._kernels)
+            else self._zeros(config.of_layer(i), batch, slots)
             for i in range(config.num_layers)
         ]
         return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
@@ -228,11 +227,12 @@ class TransformerLM(LayeredModel):
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
         tokens_BS = PartitionSpec("batch", "slots") if self.config.ngram_rows else None
+        sizes = [self.config.of_layer(i).head_size for i in range(self.config.num_layers)]
         layers = [
             RecurrentCache.logical_axes()
             if self.config.is_recurrent(i)
-            else self._cache_class.logical_axes(self._kernels)
-            for i in range(self.config.num_layers)
+            else self._cache_class(size).logical_axes(self._kernels_for(size))
+            for i, size in enumerate(sizes)
         ]
         return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
 
@@ -305,17 +305,21 @@ class TransformerLM(LayeredModel):
             else ()
         )
 
-    @property
-    def _cache_class(self) -> type[LayerCache]:
+    def _zeros(self, layer: TransformerConfig, batch: int, slots: int) -> LayerCache:
+        """Returns the empty cache of a layer, from its shape."""
+        size = layer.head_size
+        shape = batch, layer.num_kv_heads, slots, size
+        return self._cache_class(size).zeros(*shape, layer.compute_dtype, self._kernels_for(size))
+
+    def _cache_class(self, head_size: int) -> type[LayerCache]:
         if self.weight_order == "cpu" and self.config.cache_dtype is None:
             return TransposedKVCache
-        kernels = self._kernels
-        is_paired = kernels is not None and kernels.pairs_heads(self.config.head_size)
+        kernels = self._kernels_for(head_size)
+        is_paired = kernels is not None and kernels.pairs_heads(head_size)
         return CACHES[is_paired, self.config.cache_dtype]
 
-    @property
-    def _kernels(self) -> Kernels | None:
-        return self.kernels and self.kernels.for_heads(self.config.head_size)
+    def _kernels_for(self, head_size: int) -> Kernels | None:
+        return self.kernels and self.kernels.for_heads(head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any, **options: Any) -> Any:
         decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(

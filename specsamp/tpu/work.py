@@ -84,7 +84,9 @@ class Shape:
         """Takes the sizes of a transformer; tables that are only looked up are left out."""
         embeddings = config.vocab_size * config.width
         # The states of recurrent layers are not counted.
-        attentions = config.num_layers - sum(map(config.is_recurrent, range(config.num_layers)))
+        layers = [
+            config.of_layer(i) for i in range(config.num_layers) if not config.is_recurrent(i)
+        ]
         tables = (
             embeddings * (1 if config.tied else 2)
             + config.num_ngram_tables * config.ngram_rows * config.width
@@ -95,7 +97,7 @@ class Shape:
             width=config.width,
             parameters=config.num_parameters - config.num_expert_parameters - tables,
             head_parameters=embeddings,
-            cached=2 * attentions * config.num_kv_heads * config.head_size,
+            cached=2 * sum(layer.num_kv_heads * layer.head_size for layer in layers),
             expert_parameters=3 * config.width * experts.width if experts else 0.0,
             expert_layers=config.num_sparse_layers,
             experts=experts.num_experts if experts else 0,

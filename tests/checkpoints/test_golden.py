@@ -42,7 +42,7 @@ def distance(logits, expected):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(golden.NAMES, *ONE_BY_ONE, "gpt_oss", "mimo", "qwen3_moe")
+    "name", slow_but(golden.NAMES, *ONE_BY_ONE, "gemma4", "gpt_oss", "mimo", "qwen3_moe")
 )
 def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
     """The logits agree in one pass, and in chunks over a stale cache with a repeated last chunk;
@@ -116,6 +116,10 @@ MISTAKES = [
     ("gemma3", dict(window_rotary_base=None)),
     ("gemma3", dict(embedding_scale=None)),
     ("gemma3", dict(norm_offset=False)),
+    ("gemma4", dict(value_norm=False)),
+    ("gemma4", dict(layer_scale=False)),
+    ("gemma4", dict(attention_scale=None)),
+    ("gemma4", dict(rotary_scaling=None)),
     ("gpt_neox", dict(parallel=False)),
     ("gpt_neox", dict(rotary_size=None)),
     ("gpt2", dict(activation="gelu_exact")),

@@ -14,6 +14,7 @@ from support import golden
 
 OUTER = {
     "gemma3": dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3"),
+    "gemma4": dict(architectures=["Gemma4ForConditionalGeneration"], model_type="gemma4"),
     "mistral": dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3"),
     "qwen3_5": dict(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5"),
     "qwen3_5_moe": dict(
@@ -25,6 +26,7 @@ SIZES = ("vocab_size", "width", "feedforward_width", "num_layers", "num_heads", 
 SIZES += ("head_size", "max_positions", "window", "tied")
 USUAL = {
     "gemma3": (262208, 2304, 9216, 26, 8, 4, 256, 131072, 4096, True),
+    "gemma4": (262144, 2304, 9216, 30, 8, 4, 256, 131072, 512, True),
     "mistral": (32000, 4096, 14336, 32, 32, 8, 128, 131072, 4096, False),
     "qwen3_5": (248320, 4096, 12288, 32, 16, 4, 256, 32768, None, False),
     "qwen3_5_moe": (248320, 2048, 512, 40, 16, 2, 256, 32768, None, False),
@@ -70,15 +72,29 @@ def test_a_nested_checkpoint_is_its_text_model(name, renamed, image, tmp_path):
 
 
 def test_an_unknown_part_of_a_nested_checkpoint_is_refused(tmp_path):
-    folder = write("gemma3", tmp_path / "nested", newer, "model.audio_tower.a.weight")
-    with pytest.raises(ValueError, match="not part of the model: model.audio_tower.a.weight"):
+    folder = write("gemma3", tmp_path / "nested", newer, "model.adapter.a.weight")
+    with pytest.raises(ValueError, match="not part of the model: model.adapter.a.weight"):
         open_checkpoint(folder).tensors
 
 
 @pytest.mark.parametrize("name", OUTER)
 def test_absent_keys_of_a_text_config_have_the_values_of_transformers(name):
-    config = parse_config("config.json", OUTER[name] | dict(text_config={}), "float32")[1]
+    given = {"hidden_size_per_layer_input": 0} if name == "gemma4" else {}  # otherwise refused
+    config = parse_config("config.json", OUTER[name] | dict(text_config=given), "float32")[1]
     assert tuple(getattr(config, size) for size in SIZES) == USUAL[name]
+
+
+def test_a_unified_gemma_4_is_the_text_model_with_other_defaults():
+    outer = dict(
+        architectures=["Gemma4UnifiedForConditionalGeneration"], model_type="gemma4_unified"
+    )
+    text = dict(model_type="gemma4_unified_text", use_bidirectional_attention="vision")
+    found = config_of("gemma4", outer, **text)
+    del found["text_config"]["hidden_size_per_layer_input"]
+    flat = parse_config("config.json", golden.read("gemma4").config, "float32")[1]
+    assert parse_config("config.json", found, "float32")[1] == flat
+    del found["text_config"]["sliding_window"]
+    assert parse_config("config.json", found, "float32")[1].window == 1024
 
 
 def test_the_outer_key_ties_embeddings_before_the_inner_one():

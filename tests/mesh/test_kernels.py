@@ -45,6 +45,21 @@ MESHES = {
         128,
         dict(attention_sinks=True),
     ),
+    "global heads": (
+        dict(data=1, model=4, num_kv_heads=2),
+        4,
+        4,
+        128,
+        dict(
+            positions="rotary",
+            window=50,
+            global_layers=(0,),
+            global_head_size=256,
+            global_kv_heads=2,
+            keys_as_values=True,
+            value_norm=True,
+        ),
+    ),
     "copies": (dict(data=4, model=1), 2, 2, 128, {}),
     "in pairs": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 64, {}),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +37,15 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
     expansion of a reduced vocabulary are compared on logits of the whole vocabulary.
     """
     use_compilation_cache()  # as `generate` does, which comes later
-    group = config.num_heads // config.num_kv_heads
+    of_global = config.global_kv_heads
+    shared = math.gcd(config.num_kv_heads, of_global or config.num_kv_heads)
     few = config.experts and dataclasses.replace(config.experts, **FEW_EXPERTS)
     sizes = {
         "width": 2 * LANES + config.width % LANES,
         "num_layers": 2,
-        "num_heads": 2 * group,
-        "num_kv_heads": 2,
+        "num_heads": 2 * config.num_heads // shared,
+        "num_kv_heads": 2 * config.num_kv_heads // shared,
+        "global_kv_heads": of_global and 2 * of_global // shared,
         "feedforward_width": LANES,
     }
     ends = {
