@@ -26,10 +26,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specsamp import validate
-from specsamp.checkpoints.architectures import FAMILIES, Family, parse_config, read_keys
+from specsamp.checkpoints.architectures import (
+    FAMILIES,
+    KEYS,
+    Family,
+    parse_config,
+    read_keys,
+    text_fields,
+)
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES
+from specsamp.models.assistant import AssistantConfig
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig
@@ -45,6 +53,14 @@ MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "recurrent"}
 BLOCK_KEYS = ("dflash", "dflash_of_zlab")  # tables of architectures.json, of all block heads
 PLAIN = ("none", *FAMILY_OF.values())  # architectures in files of EAGLE that do not name a head
 MIMO = "MiMoForCausalLM"
+ASSISTANTS = {  # by architecture, the values of absent keys in text_config
+    "Gemma4AssistantForCausalLM": "gemma4_text",
+    "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_text",
+}
+# Tensors of an assistant beside its own: clusters, and others that transformers does not read.
+OF_ASSISTANT = re.compile(
+    r"^lm_head\.weight$|token_ordering$|self_attn\.[kv]_(proj|norm)\.|rotary_emb\."
+)
 # Tensors beside a head's: maps of vocabularies, tensors of the target, and tables that are
 # computed.
 OF_SPECULATORS = re.compile(
@@ -63,6 +79,7 @@ class HeadLayout:
 
 
 EAGLE = HeadLayout(names=TABLES["head"])
+ASSISTANT = HeadLayout(names=TABLES["gemma"] | TABLES["assistant"], others=OF_ASSISTANT)
 NOTHING = re.compile(r"(?!)")
 MEDUSA = HeadLayout(file=MEDUSA_SINGLE, names=TABLES["medusa"], others=NOTHING)
 MEDUSA_BLOCKS = HeadLayout(names=TABLES["medusa_blocks"], others=NOTHING)
@@ -123,8 +140,14 @@ def parse_head(
         window=None,
         global_layers=(),
         window_rotary_base=None,
+        global_head_size=None,
+        global_kv_heads=None,
+        keys_as_values=False,
+        value_norm=False,
+        layer_scale=False,
     )
-    fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype, **plain)
+    fields, of_target = Fields(path, content), dataclasses.replace(target, dtype=dtype)
+    target = dataclasses.replace(of_target, **plain)
     kind = validate.choice(
         f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS)
     )
@@ -138,6 +161,8 @@ def parse_head(
             )
             return EAGLE, _eagle3(fields, of_layer, target, found)
         architecture = str(fields("architectures", ["none"])[0])
+        if architecture in ASSISTANTS:
+            return ASSISTANT, _assistant(path, content, KEYS[ASSISTANTS[architecture]], of_target)
         if (
             "Medusa" in architecture
             or fields("model_type", "") == "medusa"
@@ -232,6 +257,48 @@ def _module_shape(
         layer=dataclasses.replace(layer, num_layers=1, tied=False, recurrent=None, experts=experts),
         target_layers=target.num_layers,
         norm_output=True,
+    )
+
+
+def _assistant(
+    path: str, content: Mapping[str, Any], usual: Mapping[str, Any], target: TransformerConfig
+) -> AssistantConfig:
+    """Reads an assistant of Gemma 4: each layer reads the last layer of its kind in the target."""
+    fields = Fields(path, content)
+    fields.require("tie_word_embeddings", True)
+    width = fields("backbone_hidden_size", target.width)
+    _require(fields, "backbone_hidden_size", width, "width", target.width)
+    # All its layers share the target's caches, so this key says nothing.
+    text = {**fields.object("text_config"), "num_kv_shared_layers": 0}
+    usual = {**usual, "hidden_size_per_layer_input": 0}
+    of_text = text_fields(path, {**content, "text_config": text}, usual)
+    layer = TransformerConfig(dtype=target.dtype, **FAMILIES["Gemma4ForCausalLM"].read(of_text))
+    _require(of_text, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
+    read_layers = []
+    for i in range(layer.num_layers):
+        is_global, ours = layer.window_of(i) is None, layer.of_layer(i)
+        alike = [j for j in range(target.num_layers) if (target.window_of(j) is None) == is_global]
+        heads = [
+            (config.num_kv_heads, config.head_size)
+            for config in (ours, *map(target.of_layer, alike[-1:]))
+        ]
+        if heads != 2 * heads[:1]:
+            raise ValueError(
+                f"{fields.path}: layer {i} attends to kv heads of (number, size) {heads[0]}; such "
+                f"layers of the target have {heads[1:]}: the head is for another target"
+            )
+        read_layers.append(alike[-1])
+    return AssistantConfig(
+        layer=layer,
+        target_layers=target.num_layers,
+        target_width=target.width,
+        hidden_layers=(target.num_layers,),
+        own_output=True,
+        read_layers=tuple(read_layers),
+        num_centroids=fields("num_centroids", 2048)
+        if fields.switch("use_ordered_embeddings", False)
+        else None,
+        top_centroids=fields("centroid_intermediate_top_k", 32),
     )
 
 

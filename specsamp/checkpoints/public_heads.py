@@ -41,9 +41,11 @@ from specsamp.checkpoints.safetensors_io import (
     read_header,
 )
 from specsamp.checkpoints.tensor_names import TensorSource, check_tensors, find_source, sizes
+from specsamp.models.assistant import CLUSTERS, AssistantConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig, check_draft_ids
 
+ORDER = "masked_embedding.token_ordering"  # of an assistant
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
 AROUND = "layer_0/attention_around"  # convolutions of DFlash 2
 HEAD_FILES = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # that no model has
@@ -57,7 +59,7 @@ class HeadCheckpoint:
     layout: HeadLayout
     config: HeadConfig
     tensors: Mapping[str, Tensor]
-    draft_ids: np.ndarray | None  # int32 [U]
+    draft_ids: np.ndarray | None  # int32 [U]; of an assistant the cluster of each token, [V]
     trained_for: str | None  # the name of the target in its files
 
     def notes(self, target_name: str) -> list[str]:
@@ -110,8 +112,11 @@ def open_head(
     if config.drafts_blocks:
         _check_features(name, found, config)
     check_tensors(name, found, head_sources(config, layout), layout.others.search)
-    has_ids = config.draft_vocab_size is not None and not headers_only
-    draft_ids = _read_ids(name, found, config) if has_ids else None
+    draft_ids = None
+    if config.draft_vocab_size is not None and not headers_only:
+        draft_ids = _read_ids(name, found, config)
+    if getattr(config, "num_centroids", None) and not headers_only:
+        draft_ids = _read_clusters(name, found, config)
     if (
         config.own_embedding
         and target_embedding is not None
@@ -146,7 +151,8 @@ def _check_features(name: str, found: Mapping[str, Tensor], config: HeadConfig) 
 
 def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> None:
     """Raises ValueError for a head that shares the embedding of a target with scaled embeddings."""
-    if not head.own_embedding and target.embedding_scale is not None:
+    is_shared = not (head.own_embedding or head.takes_target_width)
+    if is_shared and target.embedding_scale is not None:
         raise ValueError(
             f"{name} shares the embedding of its target, which scales embeddings: such heads are "
             "not supported"
@@ -173,12 +179,12 @@ def read_head(
         lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype), shapes
     )
     places = flatten_dict(placed(in_dtype, head), sep="/")
-    ids = places.pop(DRAFT_IDS, None)
+    of_ids = {name: places.pop(name) for name in (DRAFT_IDS, CLUSTERS) if name in places}
     leaves = read_leaves(places, sources, checkpoint.tensors, progress)
-    if ids is not None:
-        leaves[DRAFT_IDS] = jax.make_array_from_callback(
-            ids.shape, ids.sharding, checkpoint.draft_ids.__getitem__
-        )
+    for name, ids in of_ids.items():
+        more = ids.shape[0] - len(checkpoint.draft_ids)  # rows of padding are in no cluster
+        padded = np.pad(checkpoint.draft_ids, (0, more), constant_values=np.iinfo(np.int32).max)
+        leaves[name] = jax.make_array_from_callback(ids.shape, ids.sharding, padded.__getitem__)
     return unflatten_dict(leaves, sep="/")
 
 
@@ -200,14 +206,17 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
         "B": ("correction/trust", 0),
         "T": (f"{AROUND}/base", 1),
         "A": (f"{AROUND}/coefficients", 1),
+        "C": ("centroids", 0),
     }
     wide = {
         letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes
     }
-    letters = (
-        sizes(config.layer) | wide | dict(U=config.num_outputs, W=config.target_width, O=1, Q=2)
-    )
-    return {name: find_source(name, layout.names, letters) for name in shapes if name != DRAFT_IDS}
+    wide |= dict(U=config.num_outputs, W=config.target_width, O=1, Q=2)
+    return {
+        name: find_source(name, layout.names, sizes(config.layer, name) | wide)
+        for name in shapes
+        if name not in (DRAFT_IDS, CLUSTERS)
+    }
 
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
@@ -246,3 +255,20 @@ def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.
     if KEPT in found and not np.array_equal(np.flatnonzero(found[KEPT].read([slice(None)])), ids_U):
         raise ValueError(f"{file}: {KEPT} and {OFFSETS} name different tokens")
     return ids_U.astype(np.int32)
+
+
+def _read_clusters(name: str, found: Mapping[str, Tensor], config: AssistantConfig) -> np.ndarray:
+    """Returns the cluster of each token, from the ids in the order of their clusters."""
+    size, count = config.layer.vocab_size, config.num_centroids
+    order = found.get(ORDER)
+    if order is None or order.kind not in INTEGERS or order.shape != (size,) or size % count:
+        raise ValueError(
+            f"{name} has {count} clusters of a vocabulary of {size}; it must have {ORDER}, as many "
+            "integers, and clusters of equal size"
+        )
+    ids_V = np.asarray(order.read([slice(None)]), np.int64)
+    if not np.array_equal(np.sort(ids_V), np.arange(size)):
+        raise ValueError(f"{order.file}: {ORDER} does not have every token once")
+    clusters_V = np.empty(size, np.int32)
+    clusters_V[ids_V] = np.arange(size) // (size // count)
+    return clusters_V

@@ -297,11 +297,19 @@ def default_drafter(pair: Pair, K: int) -> Drafter:
 
 def head_drafter(target: LanguageModel, head: Head, K: int) -> Drafter:
     """Returns the drafter of a head that was made for this target."""
-    from specsamp.decoding.drafters import BlockDrafter, FeatureDrafter, ModuleDrafter
+    from specsamp.decoding.drafters import (
+        AssistantDrafter,
+        BlockDrafter,
+        FeatureDrafter,
+        ModuleDrafter,
+    )
+    from specsamp.models.assistant import AssistantHead
     from specsamp.models.mtp import ModuleChain
 
     if head.config.drafts_blocks:
         return BlockDrafter(target, head, K)
+    if isinstance(head, AssistantHead):
+        return AssistantDrafter(target, head, K)
     if isinstance(head, ModuleChain):
         return ModuleDrafter(target, head, K)
     return FeatureDrafter(target, head, K, decode_window())

@@ -153,6 +153,9 @@ def _compare_readings(pair: Pair, texts: Sequence[Text], warp: Warp) -> dict[str
     for name, config in {CONFIGURED: pair.head.config, **other_readings(pair.head.config)}.items():
         other = dataclasses.replace(pair, head=dataclasses.replace(pair.head, config=config))
         drafter = head_drafter(other.target, other.head, 1)
-        read = read_tokens(other, texts, accepted, drafter=drafter, reader=reader(drafter))
+        model = reader(drafter)
+        if model is None:  # of an assistant, which drafts from the target's caches
+            return {}
+        read = read_tokens(other, texts, accepted, drafter=drafter, reader=model)
         found[name] = float(np.concatenate(read).mean())
     return found

@@ -63,6 +63,8 @@ class HeadConfig:
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `Head.fuse` alone reads
     has_layer: ClassVar[bool] = True  # and so a cache; False: only the sizes of ``layer`` count
     drafts_blocks: ClassVar[bool] = False  # in one call, see dflash.py
+    # Of tokens and features, which it projects to its own width.
+    takes_target_width: ClassVar[bool] = False
     # Its one hidden state is the stream after the final norm.
     reads_final_norm: ClassVar[bool] = False
 
@@ -82,7 +84,8 @@ class HeadConfig:
             )
         if self.has_layer and self.layer.positions != "rotary":
             raise ValueError(f"positions of a head must be 'rotary'; got {self.layer.positions!r}")
-        if self.target_width != self.layer.width and not (self.own_embedding and self.own_output):
+        has_ends = (self.own_embedding or self.takes_target_width) and self.own_output
+        if self.target_width != self.layer.width and not has_ends:
             raise ValueError(
                 f"a head of width {self.layer.width} cannot share embedding or output of a target "
                 f"of width {self.target_width}: set own_embedding and own_output"

@@ -188,6 +188,6 @@ def decode_weights(params: Any, dtype: jnp.dtype, weight_dtype: str | None) -> A
             return x
         if weight_dtype == "int8" and is_stored_in_int8(name):
             return quantise(x, summed_axes(name))
-        return x.astype(dtype)
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map_with_path(convert, params, is_leaf=is_int8)

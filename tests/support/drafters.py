@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafters import (
+    AssistantDrafter,
     BeamDrafter,
     BlockDrafter,
     BlockTree,
@@ -31,7 +32,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import Growth, TreeShape
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from support.heads import WIDTH, dflash2, dspark, eagle3, medusa, mtp
+from support.heads import WIDTH, assistant, dflash2, dspark, eagle3, medusa, mtp
 from support.weights import drawn_params
 
 V, LAYERS, K = 24, 2, 3
@@ -195,6 +196,7 @@ DRAFTERS = {
     "EAGLE-3": of_head(EAGLE, FeatureDrafter, K=K),
     "Medusa": of_head(MEDUSA, FeatureDrafter, K=K),
     "modules": of_head(functools.partial(mtp, num_modules=K, **LAST), ModuleDrafter, K=K),
+    "assistant": of_head(functools.partial(assistant, **LAST), AssistantDrafter, K=K),
     "DFlash 2": of_head(functools.partial(dflash2, **BLOCK), BlockDrafter, K=K),
     "DSpark": of_head(DSPARK, BlockDrafter, K=K),
     "model tree": Kind(twice, lambda pair: ModelTree(pair.draft, tree=TREE), (0, TREE.K), K),

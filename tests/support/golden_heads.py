@@ -16,6 +16,7 @@ from support import golden
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden_heads"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 BLOCKS = FOLDER / "blocks"
+ASSISTANT = FOLDER / "assistants" / "gemma4.safetensors"  # see assistant_maker.py
 MAPS = ("d2t", "t2d")
 
 

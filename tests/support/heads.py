@@ -5,6 +5,7 @@ import functools
 
 import jax.numpy as jnp
 
+from specsamp.models.assistant import AssistantConfig
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
@@ -72,6 +73,22 @@ def head_of(kind, vocab_size, **changes):
 eagle1 = functools.partial(head_of, Eagle1Config)
 eagle3 = functools.partial(head_of, Eagle3Config, hidden_layers=(0, 2, 5), own_output=True)
 mtp = functools.partial(head_of, MTPConfig)
+
+
+def assistant(vocab_size, **changes):
+    """Returns an assistant that scores every second token, in clusters of two."""
+    layer = layer_config(
+        vocab_size,
+        num_layers=2,
+        num_kv_heads=2,
+        window=3,
+        global_layers=(1,),
+        query_key_norm=True,
+        attention_scale=1.0,
+    )
+    scored = dict(num_centroids=vocab_size // 2, top_centroids=vocab_size // 4)
+    shape = dict(layer=layer, read_layers=(0, 1), own_output=True) | scored
+    return head_of(AssistantConfig, vocab_size, **(shape | changes))
 
 
 def medusa(vocab_size, num_heads, **changes):

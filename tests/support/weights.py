@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.models.assistant import CLUSTERS
 from specsamp.models.heads import DRAFT_IDS
 
 
@@ -37,6 +38,8 @@ def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         if name == DRAFT_IDS:
             return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+        if name == CLUSTERS:  # pairs
+            return jnp.arange(leaf.shape[0], dtype=leaf.dtype) // 2
         values = random.normal(size=leaf.shape) * _fan_in(name, leaf.shape) ** -0.5
         if len(leaf.shape) == 1:
             values = np.full(leaf.shape, float(name == "scale"))

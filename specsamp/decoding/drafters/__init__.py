@@ -3,6 +3,7 @@ lookup, early exit, heads, several drafters, token trees.
 """
 
 from specsamp.decoding.drafter import NoDrafter
+from specsamp.decoding.drafters.assistant import AssistantDrafter
 from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.collective import ChoosingDrafter, VotingDrafter
@@ -23,6 +24,7 @@ from specsamp.decoding.drafters.tree import (
 from specsamp.decoding.drafters.window import WindowDrafter
 
 __all__ = [
+    "AssistantDrafter",
     "BeamDrafter",
     "BlockDrafter",
     "BlockTree",

@@ -27,12 +27,13 @@ from specsamp import validate
 from specsamp.decoding.drafter import Drafter, Prefix, PromptChunk, Proposal, ScoredRound, depth_of
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
+from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import Block, LanguageModel, LayeredModel
 from specsamp.models.mtp import ModuleChain
 from specsamp.sampling.rules import Draft
 
 if TYPE_CHECKING:
-    from specsamp.models.heads import FeatureHead, Head
+    from specsamp.models.heads import Head
 
 Array = jax.Array
 _Carry = tuple[Any, Any, Array, Array]  # the head's cache, the target's, features, tokens
@@ -120,6 +121,7 @@ class FeatureDrafter(HeadDrafter):
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
+        validate.instance("head", self.head, FeatureHead, "that of an Eagle3Config")
         if isinstance(self.head, ModuleChain):
             raise ValueError(
                 f"{self.head.config.num_modules} modules draft chains, with a ModuleDrafter"
