@@ -18,7 +18,7 @@ from support import pairs
 from support.fakes import FALSE_ALARM
 
 pytestmark = pytest.mark.slow
-PARTS, FIRST = 30, 8  # parts of the cases; `.ci/run` has time for the first ones only
+PARTS, FIRST = 30, 5  # parts of the cases; `.ci/run` has time for the first ones only
 SAMPLES = 3000
 
 

@@ -24,10 +24,10 @@ def test_text_is_that_of_plain_decoding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_window_over_the_whole_text_drafts_what_the_target_writes(name):
-    made = drafted(name, lambda target: WindowDrafter(target, K, 35, 4))
-    assert tokens(made) == plain(name)
+def test_a_window_over_the_whole_text_drafts_what_the_target_writes():
+    """Other positions: the distributions of a masked target below."""
+    made = drafted("learned", lambda target: WindowDrafter(target, K, 35, 4))
+    assert tokens(made) == plain("learned")
     for row in made:  # the budget cuts the last round
         assert row.stats.accepted >= TOKENS - row.stats.rounds and row.stats.rounds == TOKENS // (
             K + 1

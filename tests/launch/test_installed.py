@@ -71,7 +71,6 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     cells_json = tmp_path / "cells.json"
     for command, told in (
         ("plan --acceptance=0.8 --config=configs/chinchilla.py --chip=v4 --devices=16", "K = 4"),
-        ("doctor --help", "specsamp doctor --config="),
         ("study backtest --help", "  --results: "),
         (f"benchmark {pair} --config.draft_length=0 --config.repeats=1 --output={cells_json}", ""),
     ):

@@ -1,6 +1,7 @@
 """Heads on a mesh: tokens of one device, placement of all arrays, rows that enter a batch."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -22,7 +23,7 @@ from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
-from support.weights import drawn_params
+from support.weights import drawn_params, shapes_of
 
 LAYER = tiny(
     vocab_size=96,
@@ -47,6 +48,7 @@ HEADS = {
 }
 PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
 SAMPLING = chain(temperature(1.0))
+CALL = dict(rule=BlockRule(), sampling=SAMPLING, draft_length=3)
 
 
 def noisy(model, seed):
@@ -69,7 +71,7 @@ def pair(request):
 
 @pytest.fixture(scope="module")
 def alone(pair):
-    return generate(pair, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
+    return generate(pair, PROMPTS, BUDGETS, **CALL)
 
 
 def engine_of(pair):
@@ -79,19 +81,18 @@ def engine_of(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair, draft", [("eagle3", 1), ("modules", None)], indirect=["pair"])
-def test_tokens_of_one_device(pair, alone, draft):
+@pytest.mark.parametrize(
+    "pair, draft, decode",
+    [("eagle3", 1, functools.partial(generate_many, rows=2)), ("modules", None, generate)],
+    indirect=["pair"],
+)
+def test_tokens_of_one_device(pair, alone, draft, decode):
     """Further heads, on meshes of two devices: decoding/test_pairs.py."""
     sharded = shard(pair, make_mesh(2, 4), draft_model_parallelism=draft)
-    call = dict(rule=BlockRule(), sampling=SAMPLING, draft_length=3)
-    assert [c.tokens for c in generate(sharded, PROMPTS, BUDGETS, **call)] == [
-        c.tokens for c in alone
-    ]
-    assert sum(c.stats.accepted for c in alone) > 0
-    work = generate_many(sharded, PROMPTS, BUDGETS, rows=2, **call)
-    assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == [
-        c.tokens for c in alone
-    ]
+    made = decode(sharded, PROMPTS, BUDGETS, **CALL)
+    tokens = {completion.prompt_index: completion.tokens for completion in made}
+    assert tokens == {completion.prompt_index: completion.tokens for completion in alone}
+    assert sum(completion.stats.accepted for completion in alone) > 0
 
 
 def test_a_module_with_experts_has_the_features_of_one_device():
@@ -171,5 +172,5 @@ def test_rows_enter_on_their_devices(pair):
 def test_parameters_are_read_to_the_devices_of_the_mesh():
     mesh = make_mesh(1, 2, devices=jax.devices()[:2])
     head = shard_head(HEADS["eagle3"].head(), Layout.tensor_parallel(mesh))
-    places = placed(jax.eval_shape(head.init, jax.random.key(0)), head)
+    places = placed(shapes_of(head), head)
     assert {place.sharding.mesh for place in jax.tree.leaves(places)} == {mesh}

@@ -151,16 +151,14 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_model_parallelism", [1, 2])
-def test_everything_is_where_it_should_be(transformer_pair, alone, draft_model_parallelism):
+def test_everything_is_where_it_should_be(transformer_pair, alone):
     """Parameters, weights and caches are in place before and after the loop, and tokens equal one
-    device's. Four devices hold a draft each, or two drafts and split the two key heads.
+    device's. Four devices hold two drafts, and split the two key heads.
     """
-    mesh = make_mesh(2, 4, draft_model_parallelism=draft_model_parallelism)
-    pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)
+    mesh = make_mesh(2, 4, draft_model_parallelism=2)
+    pair = shard(transformer_pair, mesh, draft_model_parallelism=2)
     engine, requests = make_engine(pair, PROMPTS, BUDGETS, by_row(5))
-    over_model = ("model", "replica") if draft_model_parallelism == 2 else "model"
-    over_draft = of_two_key_heads = "model" if draft_model_parallelism == 2 else None
+    over_model = "model", "replica"
 
     def check(array, *spec):
         expected = NamedSharding(mesh, P(*spec))
@@ -170,20 +168,20 @@ def test_everything_is_where_it_should_be(transformer_pair, alone, draft_model_p
         check(params["embedding"], over_model)
         layer = params["layer_0"]
         check(layer["attention"]["query"], over_model)
-        check(layer["attention"]["key"], of_two_key_heads)
+        check(layer["attention"]["key"], "model")
         check(layer["attention"]["output"], over_model)
         check(layer["mlp"]["up"], None, over_model)
         check(layer["mlp"]["down"], over_model)
         check(layer["mlp_norm"]["scale"])
-    check(engine.weights.target["relative_keys"][0], of_two_key_heads)
-    check(engine.weights.draft["params"]["embedding"], over_draft)
-    check(engine.weights.draft["params"]["ngrams_2"], over_draft)
+    check(engine.weights.target["relative_keys"][0], "model")
+    check(engine.weights.draft["params"]["embedding"], "model")
+    check(engine.weights.draft["params"]["ngrams_2"], "model")
     state = engine.prefill(requests)
     for when in ("before", "after"):
         for keys in jax.tree.leaves(state.cache.layers):
-            check(keys, "data", of_two_key_heads)
+            check(keys, "data", "model")
         for keys in jax.tree.leaves(state.drafter_state.layers):
-            check(keys, "data", over_draft)
+            check(keys, "data", "model")
         check(state.drafter_state.tokens_BS, "data")
         for rows in (
             state.tokens_BS,

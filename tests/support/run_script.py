@@ -49,6 +49,30 @@ def call(script, *arguments):
     return subprocess.CompletedProcess(sys.orig_argv, status, out.getvalue(), err.getvalue())
 
 
+def succeed(script, *arguments):
+    """Runs a command as `call` does, and checks that it succeeds."""
+    done = call(script, *arguments)
+    assert not done.returncode, done.stdout + done.stderr
+    return done
+
+
+def refuse(script, *arguments):
+    """Runs a command as `call` does, checks that it refuses its input, and returns the error."""
+    done = call(script, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+def flags_of(fields):
+    """Returns the flags that set these fields of a configuration."""
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def read_cells(path):
+    """Returns the cells of a file of results."""
+    return json.loads(path.read_text())["cells"]
+
+
 def module(script):
     """Returns the script as a module; its flags stay apart from the flags of other scripts."""
     with only_shared_flags(), contextlib.chdir(ROOT):

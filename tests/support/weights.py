@@ -12,7 +12,8 @@ from specsamp.models.heads import DRAFT_IDS
 
 
 @functools.lru_cache
-def _shapes(model: Any) -> Any:
+def shapes_of(model: Any) -> Any:
+    """Returns the shapes of a model's parameters."""
     return jax.eval_shape(model.init, jax.random.key(0))
 
 
@@ -45,4 +46,4 @@ def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
             values = np.full(leaf.shape, float(name == "scale"))
         return jnp.asarray(values + noise * random.normal(size=leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, _shapes(model))
+    return jax.tree_util.tree_map_with_path(draw, shapes_of(model))

@@ -157,7 +157,9 @@ def test_the_loss_is_that_of_dspark(target_params, pace, chunk):
 @pytest.mark.slow
 def test_a_mesh_of_eight_learns_the_same(target_params):
     """DSpark, with anchors drawn in every step, has the losses and parameters of one device."""
-    task = TrainBlock(head=DSPARK, target=TARGET, test_steps=2, anchors=2, objective="dspark")
+    layer = dataclasses.replace(LAYER, num_layers=1, global_layers=(0,))
+    head = dataclasses.replace(DSPARK, config=dataclasses.replace(DSPARK.config, layer=layer))
+    task = TrainBlock(head=head, target=TARGET, test_steps=2, anchors=2, objective="dspark")
     config = TrainConfig(steps=4, batch=8, warmup_steps=1, learning_rate=1e-2)
     teacher, rows = task.teacher(target_params), jnp.tile(TOKENS, (4, 1))[None]
 

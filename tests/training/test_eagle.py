@@ -27,7 +27,7 @@ from specsamp.training.trainer import (
 )
 from support.weights import drawn_params
 
-V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
+V, LENGTH, LAYERS, STEPS = 16, 12, 2, 3
 TARGET = TransformerLM(
     tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary")
 )

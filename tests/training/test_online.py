@@ -77,7 +77,8 @@ def changing():
     ids=["greedy", "coupled", "the control: sampled"],
 )
 def test_greedy_and_coupled_texts_do_not_depend_on_the_draft(sampling, rule, equal):
-    found, plain = (many(learner, rule=rule, sampling=sampling) for learner in (changing(), None))
+    options = dict(prompts=PROMPTS[:12], rule=rule, sampling=sampling, rows=2)
+    found, plain = (many(learner, **options) for learner in (changing(), None))
     assert ([text.tokens for text in found] == [text.tokens for text in plain]) == equal
     assert {text.row_independent for text in found} == {rule == CoupledRule()}
     assert all(text.row_independent for text in plain)

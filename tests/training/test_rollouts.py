@@ -116,28 +116,22 @@ def gap(params, texts, warp=temperature(0.7)):
     return float(jnp.where(texts.emitted_BT, jnp.abs(found_BT - texts.log_probs_BT), 0).max())
 
 
-@pytest.mark.slow
-def test_log_probabilities_are_those_of_the_sampling_distribution():
-    """The block rule is tested here, the token rule by all further tests."""
-    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2, rule=BlockRule())
-    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
-    texts = rollouts.texts(completions, range(8))
-    assert texts.emitted_BT.sum() == sum(len(text.tokens) for text in completions)
-    assert gap(PAIR.target_params, texts) < 1e-5
-    assert gap(PAIR.target_params, texts, chain()) > 0.1, "the control: temperature 1"
-    assert gap(drawn_params(lm(16), 5), texts) > 0.1, "the control: another policy"
-
-
 def test_texts_end_at_a_stop_token_and_rows_go_on_with_the_next_text():
-    """The training of a draft reads every position of a row: none of them is padding."""
+    """Texts have the log-probabilities of sampling. The training of a draft reads every position of
+    a row: none of them is padding.
+
+    The block rule is tested here, the token rule by all further tests.
+    """
     pair = dataclasses.replace(PAIR, stop=(3, 5))
-    rollouts = Rollouts(pair, PROMPTS, CONFIG, draft_length=2)
+    rollouts = Rollouts(pair, PROMPTS, CONFIG, draft_length=2, rule=BlockRule())
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
     texts = rollouts.texts(completions, range(8))
     whole = [(*PROMPTS[text.prompt_index], *text.tokens) for text in completions]
     assert any(len(text.tokens) < BUDGET and text.tokens[-1] in pair.stop for text in completions)
     assert texts.emitted_BT.sum() == sum(len(text.tokens) for text in completions)
     assert gap(PAIR.target_params, texts) < 1e-5
+    assert gap(PAIR.target_params, texts, chain()) > 0.1, "the control: temperature 1"
+    assert gap(drawn_params(lm(16), 5), texts) > 0.1, "the control: another policy"
     for row, tokens_T in enumerate(texts.tokens_BT):
         stream = [token for text in (whole[row:] + whole) for token in text]
         assert tokens_T.tolist() == stream[: len(tokens_T)]

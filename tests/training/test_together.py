@@ -14,9 +14,10 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.together import DRAFT, TARGET, TrainTogether
 from specsamp.training.training_task import TrainModel
-from training.test_eagle import KEY, LENGTH, MODULE, REDUCED, STEPS, TOKENS, V
+from training.test_eagle import KEY, LENGTH, MODULE, REDUCED, TOKENS, V
 from training.test_eagle import TARGET as MODEL
 
+STEPS = 2
 MTP = TrainHead(head=MODULE, target=MODEL, test_steps=STEPS, objective="cross_entropy")
 DISTILLED = TrainModel(TransformerLM(tiny(vocab_size=V, width=8, num_layers=1, num_heads=2)), MODEL)
 close = functools.partial(jax.tree.map, functools.partial(assert_allclose, rtol=1e-4, atol=1e-6))
