@@ -22,7 +22,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
-from support.weights import drawn_params
+from support.weights import drawn_params, shapes_of
 
 PUBLISHED = tomllib.loads(pathlib.Path(__file__).with_name("published_sizes.toml").read_text())
 
@@ -58,7 +58,7 @@ def test_both_models_divide_over_their_mesh(name):
         model = shard_model(
             TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout
         )
-        params = jax.eval_shape(model.model.init, jax.random.key(0))
+        params = shapes_of(model.model)
         model.param_shardings(params)
     bytes_per_chip = 2 * target.num_parameters / devices + 2 * draft.num_parameters / (
         pair.draft_model_parallelism or devices
@@ -95,7 +95,7 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
             )
         )
         sharded = shard_head(head, Layout.tensor_parallel(mesh_of(config)))
-        sharded.param_shardings(jax.eval_shape(head.init, jax.random.key(0)))
+        sharded.param_shardings(shapes_of(head))
 
 
 @pytest.mark.parametrize("name", PUBLISHED["heads"])
@@ -105,7 +105,7 @@ def test_heads_of_known_shape_have_their_published_size(name):
     config = config.turned({"int8.weights": "target", "int8.caches": "both"})
     assert shapes.known_models(config)["target"].config.weight_dtype == "int8"
     head = shapes.head_of(config, shapes.known_models(config)["target"].config)
-    made = jax.eval_shape(FeatureHead(head).init, jax.random.key(0))
+    made = shapes_of(FeatureHead(head))
     assert head.layer.weight_dtype is None
     assert head.kind == kind and size == sum(
         leaf.size

@@ -19,6 +19,13 @@ ORDER = tuple(
 )
 
 
+def run(code, env=None):
+    """Runs a program in a process of its own; returns its output and its errors."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=PACKAGE.parent, env=env, capture_output=True, text=True)
+    return done.stdout, done.stderr
+
+
 def test_folders_are_those_of_the_readme():
     readme = (PACKAGE.parent / "README.md").read_text()
     assert tuple(re.findall(r"`specsamp/(\w+)`", readme.partition("## Layout")[2])) == ORDER
@@ -66,10 +73,7 @@ loaded = set(sys.modules)
 assert "jax" in loaded, "the control"
 print(sorted({"orbax", "jax.experimental.pallas", "matplotlib", "tokenizers"} & loaded))
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
-    )
-    assert found.stdout == "[]\n", found.stdout + found.stderr
+    assert run(code) == ("[]\n", "")
 
 
 def test_the_shipped_pair_is_read_without_orbax_and_pallas():
@@ -83,10 +87,7 @@ print(sorted(names & set(sys.modules)))
 import specsamp.checkpoints.hugging_face
 assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
-    )
-    assert found.stdout == "[]\n" and found.returncode == 0, found.stdout + found.stderr
+    assert run(code) == ("[]\n", "")
 
 
 @extras.needs("libtpu")
@@ -96,15 +97,8 @@ def test_libtpu_says_nothing_without_a_tpu():
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))
     }
     code = "import jax, specsamp; print(jax.devices()[0].platform)"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE.parent,
-        # Otherwise libtpu is also silent while another process holds it.
-        env=environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert (found.stdout, found.stderr) == ("cpu\n", "")
+    # Otherwise libtpu is also silent while another process holds it.
+    assert run(code, environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}) == ("cpu\n", "")
 
 
 @pytest.mark.parametrize("device", ["/dev/accel0", "/dev/vfio/0"])
@@ -116,14 +110,7 @@ import specsamp
 print([name for name in os.environ if name.startswith("TPU_")])
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert (found.stdout, found.stderr) == ("[]\n", "")
+    assert run(code, environment) == ("[]\n", "")
 
 
 EXPERIMENTAL = re.compile(r"jax\.(_[a-z]\w*|core|experimental|extend|interpreters|lib)\b|jaxlib\b")

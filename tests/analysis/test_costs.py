@@ -1,23 +1,13 @@
 """Costs of a round: known rounds, milliseconds of calls, a roofline, a compile report."""
 
-import math
-
 import pytest
 
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, PerCall
+from specsamp.analysis.costs import CostTable
 from specsamp.analysis.planner import make_plan
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.tpu.pair_report import compiled_costs
 from specsamp.tpu.work import Roofline
-
-
-def test_milliseconds_of_a_call_serve_any_batch_and_context():
-    """The docstrings of the planner and of launch/plan.py have the same numbers."""
-    plan = make_plan(
-        Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128
-    )
-    assert math.isclose(plan[4].round_ms, 14.1 + 4 * 1.8)
 
 
 def test_lines_between_known_rounds():

@@ -21,6 +21,7 @@ from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
 from support.heads import layer_config
+from support.weights import shapes_of
 
 UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_width=40)
 
@@ -92,7 +93,7 @@ MODULE = MTPConfig(
 
 def numbered(config):
     """Returns parameters that all differ, so that an exchange of two is detected."""
-    shapes = jax.eval_shape(config.head().init, jax.random.key(0))
+    shapes = shapes_of(config.head())
     leaves, tree = jax.tree.flatten(shapes)
     return tree.unflatten(
         [np.sin(np.arange(x.size) + i).reshape(x.shape).astype("f4") for i, x in enumerate(leaves)]

@@ -87,8 +87,8 @@ def test_a_draft_is_that_of_a_search_by_hand(case):
 class JudgedByItsScores(BeamDrafter):
     """Reports its most probable tokens as if it had drawn them."""
 
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+    def propose(self, *arguments):
+        draft, state, cache = super().propose(*arguments)
         is_token_BKV = jax.nn.one_hot(draft.tokens_BK, V, dtype=bool)
         score_BK1 = draft.scores_BK[..., None]
         laws = jnp.where(is_token_BKV, score_BK1, jnp.log(-jnp.expm1(score_BK1) / (V - 1)))

@@ -4,7 +4,6 @@ the whole context and no stale row.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,26 +12,24 @@ from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
-from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.penalties import ban
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, prefill
-from support.heads import LayeredTable, ShowsTokens, TableBlock, block, dflash2, dspark, table_block
+from support.heads import (
+    LayeredTable,
+    ShowsTokens,
+    TableBlock,
+    block,
+    dflash2,
+    dspark,
+    table_block,
+    weights_of,
+)
 from support.loop_distributions import FULL, TARGET, V, distribution_test
-from support.weights import drawn_params
 
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}
-
-
-def weights_of(head, seed=0):
-    params = jax.tree.map(
-        lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed)
-    )
-    if DRAFT_IDS in params:
-        params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
-    return head.prepare(params)
 
 
 def p_value_of(head, rule=TokenRule(), sampling=FULL, drafter=BlockDrafter, K=3, **options):
@@ -148,10 +145,8 @@ def test_a_wrong_context_is_rejected_sometimes(drafter):
 class AsksAfterTheToken(BlockDrafter):
     """Submits its first token only if that token is 0, as a stop that has seen the token would."""
 
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = plain(self, threshold=0.0).propose(
-            weights, state, prefix, cache, sample
-        )
+    def propose(self, *arguments):
+        draft, state, cache = plain(self, threshold=0.0).propose(*arguments)
         return (
             dataclasses.replace(draft, num_drafted_B=jnp.where(draft.tokens_BK[:, 0] == 0, 1, 0)),
             state,

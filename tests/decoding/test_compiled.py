@@ -25,6 +25,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature, top_k, top_p
 from support.extras import slow_but
+from support.weights import shapes_of
 
 OPTIMISED = True
 
@@ -57,7 +58,7 @@ def compiled_run(
     )
     sampling = chain(temperature(0.8), top_k(50), top_p(0.95))
     request = RequestBatch.create(sampling=sampling, limits=[100] * batch)
-    params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
+    params = [shapes_of(model) for model in (target, draft)]
     weights = jax.eval_shape(
         lambda t, d: Weights(
             target=target.fit_slots(target.prepare(t), SLOTS),

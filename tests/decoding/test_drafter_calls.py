@@ -47,15 +47,13 @@ class Scripted(Drafter):
         return Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full(batch, self.counted)), state, cache
 
 
-def texts(drafter, num_samples=2048):
-    completions = generate(
-        PAIR,
-        [[1]],
-        LENGTH,
-        drafter=drafter,
-        sampling=chain(temperature(1.0)),
-        num_samples=num_samples,
-    )
+def complete(drafter):
+    options = dict(sampling=chain(temperature(1.0)), num_samples=2048)
+    return generate(PAIR, [[1]], LENGTH, drafter=drafter, **options)
+
+
+def texts(drafter):
+    completions = complete(drafter)
     assert all(one.exact and one.finish == "length" for one in completions)
     return np.array([one.tokens for one in completions]), completions
 
@@ -88,10 +86,7 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     drafter = (
         Scripted(*OUTSIDE[name], K=K + 1) if name in OUTSIDE else Drawing(name, K=K + 1)
     )  # a new K, hence a new program
-    completions = generate(
-        PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=2048
-    )
-    tokens_NT = np.array([(one.tokens + [-1] * LENGTH)[:LENGTH] for one in completions])
+    tokens_NT = np.array([(one.tokens + [-1] * LENGTH)[:LENGTH] for one in complete(drafter)])
     is_wrong = tokens_NT.min() < 0
     assert is_wrong or p_value([(tokens_NT, joint())], powered=False) < 1e-9
 
@@ -219,8 +214,8 @@ class Tree(Drafter):
 
     parents: tuple[int, ...]
     laws: tuple[int, ...]
+    masses: tuple[float, float]
     K: int = K
-    masses: tuple[float, float] = (1.0, 1.0)
 
     def propose(self, weights, state, prefix, cache, sample):
         batch = len(prefix.lengths_B)
@@ -237,27 +232,21 @@ class Tree(Drafter):
 
 
 @pytest.mark.parametrize(
-    "parents, laws, kept",
+    "parents, laws, masses, kept",
     [
-        ((0, 1, 2), (0, 1, 1, 0), 3),
-        ((0, 2, 2), (0, 1, 1, 0), 1),  # the second node is its own parent
-        ((0, 1, -1), (0, 1, 1, 0), 2),
-        ((0, 1, 2), (0, 1, 2, 0), 2),  # the third node has no distribution
-        ((0, 1, 2), (-1, 1, 1, 0), 0),
+        ((0, 1, 2), (0, 1, 1, 0), (1.0, 1.0), 3),
+        ((0, 2, 2), (0, 1, 1, 0), (1.0, 1.0), 1),  # the second node is its own parent
+        ((0, 1, -1), (0, 1, 1, 0), (1.0, 1.0), 2),
+        ((0, 1, 2), (0, 1, 2, 0), (1.0, 1.0), 2),  # the third node has no distribution
+        ((0, 1, 2), (-1, 1, 1, 0), (1.0, 1.0), 0),
+        ((0, 1, 2), (0, 1, 1, 0), (1.0, 0.9), 1),
+        ((0, 1, 2), (0, 1, 1, 0), (0.9, 1.0), 0),
+        ((0, 1, 2), (0, 1, 1, 0), (1.0, np.nan), 3),
     ],
 )
-def test_tree_ends_before_a_node_without_parent_or_distribution(parents, laws, kept):
-    prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
-    draft, _, _ = drafter_calls.propose_draft(Tree(parents, laws), None, (), prefix, (), None, V)
-    assert draft.num_drafted_B.tolist() == [kept, kept]
-
-
-@pytest.mark.parametrize(
-    "masses, kept", [((1.0, 0.9), 1), ((0.9, 1.0), 0), ((1.0, float("nan")), 3)]
-)
-def test_tree_ends_before_a_node_whose_distribution_has_another_mass(masses, kept):
+def test_tree_ends_before_an_invalid_node(parents, laws, masses, kept):
     """A distribution of NaN stays in the tree: the rules handle it, and keep other branches."""
     prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
-    tree = Tree((0, 1, 2), (0, 1, 1, 0), masses=masses)
+    tree = Tree(parents, laws, masses)
     draft, _, _ = drafter_calls.propose_draft(tree, None, (), prefix, (), None, V)
     assert draft.num_drafted_B.tolist() == [kept, kept]

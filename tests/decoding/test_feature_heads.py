@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
-from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support import mutants
 from support.fakes import FALSE_ALARM, prefill
-from support.heads import LayeredTable, ShowsTokens, eagle3, medusa, table_head
+from support.heads import LayeredTable, ShowsTokens, eagle3, medusa, table_head, weights_of
 from support.loop_distributions import FULL, TARGET, V, distribution_test
 from support.weights import drawn_params
 
@@ -28,15 +26,6 @@ SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # enough to detect
 def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
     target = LayeredTable(V)
     return Loop(target=target, drafter=drafter(target, head, K, **options), rule=rule)
-
-
-def weights_of(head, seed=0):
-    params = jax.tree.map(
-        lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed)
-    )
-    if DRAFT_IDS in params:
-        params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
-    return head.prepare(params)
 
 
 REDUCED = eagle3(V, draft_vocab_size=2)
@@ -57,8 +46,8 @@ def test_a_target_that_is_reduced_like_the_head_is_caught():
 class ByOneHead(FeatureDrafter):
     """A mutant: reports the first Medusa head's distribution for the tokens of all heads."""
 
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+    def propose(self, *arguments):
+        draft, state, cache = super().propose(*arguments)
         first_BRV = jnp.broadcast_to(draft.log_probs_BRV[:, :1], draft.log_probs_BRV.shape)
         return dataclasses.replace(draft, log_probs_BRV=first_BRV), state, cache
 

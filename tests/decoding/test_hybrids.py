@@ -23,6 +23,7 @@ from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import chain, temperature
 from support.fakes import FALSE_ALARM, decode, p_value
 from support.hybrids import RECURRENT, hybrid
+from support.weights import shapes_of
 
 V, LENGTH, SAMPLES, HEAT = 2, 4, 1000, 2.0
 SAMPLING = chain(temperature(HEAT))
@@ -42,7 +43,7 @@ MODULE = MTPConfig(
 
 @functools.cache
 def weights(seed):
-    shapes = jax.eval_shape(MODEL.init, jax.random.key(0))
+    shapes = shapes_of(MODEL)
     rng = np.random.default_rng(seed)
 
     def draw(path, x):

@@ -52,6 +52,11 @@ def forget(monkeypatch):
     kept_loop._installed.cache_clear()
 
 
+def has_compiled(compiled, expected):
+    """Returns whether the texts are as expected, and two programs were compiled."""
+    return texts(with_kept(decoder())) == expected and len(compiled) == 2
+
+
 def traced(monkeypatch):
     """Returns a list that grows with each program that is compiled, and not found on disk."""
     found, compiled = [], kept_loop._compiled
@@ -66,10 +71,10 @@ def traced(monkeypatch):
 @pytest.mark.slow
 def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch):
     expected, compiled = texts(decoder()), traced(monkeypatch)
-    assert texts(with_kept(decoder())) == expected
-    assert sorted(compiled) == sorted(path.name for path in folder.iterdir()) and len(compiled) == 2
+    assert has_compiled(compiled, expected)
+    assert sorted(compiled) == sorted(path.name for path in folder.iterdir())
     forget(monkeypatch)
-    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    assert has_compiled(compiled, expected)
     assert (
         texts(with_kept(decoder(K=2))) == texts(decoder(K=2)) and len(compiled) == 4
     )  # another K is another program
@@ -82,11 +87,11 @@ def test_a_program_of_another_source_machine_or_setting_is_replaced(folder, monk
         forget(monkeypatch)
         monkeypatch.setattr(kept_loop.machine, name, lambda *_: "another")
         compiled.clear()
-        assert texts(with_kept(decoder())) == expected and len(compiled) == 2, name
+        assert has_compiled(compiled, expected), name
     forget(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", "--xla_another")
     compiled.clear()
-    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    assert has_compiled(compiled, expected)
     assert len(list(folder.iterdir())) == 2
 
 
@@ -99,9 +104,9 @@ def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
         path.write_bytes(damage(path.read_bytes()))
     forget(monkeypatch)
     compiled = traced(monkeypatch)
-    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    assert has_compiled(compiled, expected)
     forget(monkeypatch)
-    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    assert has_compiled(compiled, expected)
 
 
 @pytest.mark.slow

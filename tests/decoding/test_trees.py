@@ -38,7 +38,7 @@ from support.fakes import (
     random_table,
     table_loop,
 )
-from support.heads import LayeredTable, block, eagle3
+from support.heads import LayeredTable, block, eagle3, weights_of
 from support.loop_distributions import (
     FAR,
     FULL,
@@ -48,7 +48,6 @@ from support.loop_distributions import (
     V,
     distribution_test,
 )
-from support.weights import drawn_params
 
 FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]
 # Depth 2 has an inner node and two leaves; the draft does not read leaves.
@@ -62,10 +61,6 @@ def model():
 def head_loop(kind, head, rule, **options):
     target = LayeredTable(V)
     return dataclasses.replace(table_loop(rule, kind(target, head, **options)), target=target)
-
-
-def weights_of(head):
-    return head.prepare(jax.tree.map(lambda x: 3 * x, drawn_params(head)))
 
 
 EAGLE = eagle3(V)

@@ -18,7 +18,7 @@ from support import mutants
 from support.audits import subject_of
 from support.heads import LayeredTable, ShowsTokens, eagle3, table_head
 from support.loop_distributions import TARGET, V
-from support.weights import drawn_params
+from support.weights import drawn_params, shapes_of
 
 # After a prompt of one token, the first round drafts nothing.
 PROMPTS = [[0], [1, 2, 1], [2, 1, 2, 1], [1, 2, 1, 2, 2]]
@@ -84,7 +84,7 @@ def test_a_head_is_recast_with_its_target():
     head = FeatureHead(config)
 
     def zeros(model):
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        shapes = shapes_of(model)
         return jax.tree.map(
             lambda x: jnp.zeros(x.shape, "bfloat16" if x.dtype == "float32" else x.dtype), shapes
         )

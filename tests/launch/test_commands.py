@@ -9,7 +9,7 @@ from rich.console import Console
 
 from launch import chat
 from launch.lib import entry
-from support.run_script import call, save_tiny_pair
+from support.run_script import call, read_cells, refuse, save_tiny_pair, succeed
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
 TINY += [
@@ -24,8 +24,7 @@ TINY += [
 @pytest.mark.slow
 def test_a_sound_pair(tmp_path):
     output = tmp_path / "audit.json"
-    done = call("audit", "--plain", *TINY, f"--output={output}")
-    assert done.returncode == 0, done.stderr
+    done = succeed("audit", "--plain", *TINY, f"--output={output}")
     assert "1 of 1 checks passed" in done.stdout and "acceptance  passed" in done.stdout
     document = json.loads(output.read_text())
     assert document["passed"] and document["settings"]["detect"] == 0.3
@@ -58,9 +57,8 @@ def get_config():
 def test_a_sweep_is_measured_and_gathered(tmp_path):
     (swept := tmp_path / "swept.py").write_text(SWEPT)
     output = tmp_path / "sweep.json"
-    done = call("benchmark", "--sweep", f"--config={swept}", f"--output={output}", "--plain")
-    assert done.returncode == 0, done.stderr
-    assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
+    succeed("benchmark", "--sweep", f"--config={swept}", f"--output={output}", "--plain")
+    assert [cell["key"]["draft_length"] for cell in read_cells(output)] == [0]
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
     assert (
         gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")
@@ -90,9 +88,8 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     killed block are kept.
     """
     output = tmp_path / "python.json"
-    done = call("evaluate", *FLAGS, "--methods=plain", f"--output={output}", "--plain")
-    assert done.returncode == 0, done.stderr
-    plain = result(output)["cells"]
+    done = succeed("evaluate", *FLAGS, "--methods=plain", f"--output={output}", "--plain")
+    plain = read_cells(output)
     assert [cell["key"]["block"] for cell in plain] == ["1 of 2", "2 of 2"]
     assert all(
         len(cell["result"]["scores"]) == 3 and cell["result"]["timed"]["completions"] == 6
@@ -103,11 +100,10 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     kept.write_text("\n".join([*lines[:4], ""]))
     output.write_text(json.dumps(result(output) | {"cells": plain[1:]}), encoding="utf-8")
 
-    done = call(
+    done = succeed(
         "evaluate", *FLAGS, "--methods=plain,token,always/model/2", f"--output={output}", "--plain"
     )
-    assert done.returncode == 0, done.stderr
-    again = [cell for cell in result(output)["cells"] if cell["key"] == plain[0]["key"]]
+    again = [cell for cell in read_cells(output) if cell["key"] == plain[0]["key"]]
     assert (
         again[0]["result"]["timed"] == {}
         and again[0]["result"]["scores"] == plain[0]["result"]["scores"]
@@ -120,8 +116,9 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
     printed = " ".join(done.stdout.split())
     assert "fewer than 20 problems" in printed
-    refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
-    assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr
+    assert "task.problems was 6, is 5" in refuse(
+        "evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}"
+    )
 
 
 # chat
@@ -133,13 +130,12 @@ def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
         "sys.stdin",
         io.StringIO("def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n" + "x" * 300 + "\n/quit\n"),
     )
-    done = call(
+    done = succeed(
         "chat",
         f"--config=configs/trained_pair.py:{tmp_path}",
         "--config.max_new_tokens=6",
         "--max_tokens=60",
     )
-    assert done.returncode == 0, done.stderr
     assert "no chat template: what you type is completed" in done.stdout
     first, again, longer = [line for line in done.stdout.splitlines() if "a round" in line]
     assert done.stdout.index("compiled in") < done.stdout.index("a second"), "no turn compiles"

@@ -10,7 +10,7 @@ import pytest
 from launch.studies import conversations as study
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.training.data import read_corpus
-from support.run_script import call, save_public_target
+from support.run_script import call, read_cells, refuse, save_public_target, succeed
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def chats(target, tmp_path_factory):
         "--config.drafter=none",
         "--config.hugging_face.dtype=float32",
     )
-    done = call(
+    succeed(
         "generate",
         *flags,
         "--conversations=500",
@@ -34,7 +34,6 @@ def chats(target, tmp_path_factory):
         "--rows=8",
         "--config.max_new_tokens=9",
     )
-    assert (done.returncode or 0) == 0, done.stderr
     return folder
 
 
@@ -55,7 +54,7 @@ def measured(target, chats, tmp_path, test, name="result"):
 def test_conversations_are_written_counted_and_read_for_training(target, chats, tmp_path):
     done, output = measured(target, chats, tmp_path, "one two three four five six")
     assert (done.returncode or 0) == 0, done.stderr
-    (cell,) = json.loads(output.read_text())["cells"]
+    (cell,) = read_cells(output)
     found, tokens = cell["result"], np.load(chats / "0000.npy")
     assert tokens.dtype == np.uint16 and found["tokens"] == len(tokens) >= 500
     assert 0 < found["answers_that_end"] < 1
@@ -116,5 +115,4 @@ def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters(
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(flags, message, tmp_path):
-    done = call("generate", *flags, f"--output={tmp_path / 'chats'}")
-    assert done.returncode == 2 and message in done.stderr
+    assert message in refuse("generate", *flags, f"--output={tmp_path / 'chats'}")

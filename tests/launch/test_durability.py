@@ -15,7 +15,7 @@ import time
 import pytest
 
 from specsamp import storage
-from support.run_script import FIXED, ROOT
+from support.run_script import FIXED, ROOT, flags_of
 from support.training import SMALL, metrics
 
 pytestmark = pytest.mark.slow
@@ -86,8 +86,8 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
         "train.steps": 12,
         "intervals.checkpoint": 4,
     }
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", *flags]
+    config = "--config=configs/python_pair.py:tiny_target"
+    command = ["launch/train.py", config, *flags_of(fields)]
     status, _, errors = done([*command, f"--workdir={tmp_path}/alone"])
     assert status == 0, errors
     largest = max(

@@ -13,7 +13,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from support.run_script import ROOT, call, module, only_shared_flags
+from support.run_script import ROOT, module, only_shared_flags, refuse, succeed
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
 def test_a_file_that_is_no_configuration_is_named(tmp_path, content, word, message):
     path = tmp_path / "mine.py"
     path.write_text(content)
-    done = call("demo", f"--config={path}{word}")
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    error = refuse("demo", f"--config={path}{word}")
+    assert message in error and error.count("\n") == 1
 
 
 def test_help_lists_flags_and_fields():
-    done = call("train", "--config=configs/python_pair.py:tiny_target", "--help")
-    assert done.returncode == 0 and not done.stderr
+    done = succeed("train", "--config=configs/python_pair.py:tiny_target", "--help")
+    assert not done.stderr, done.stderr
     for text in ("--workdir: ", "train.learning_rate = 0.003", "--config=FILE[:WORD]"):
         assert text in done.stdout
 
@@ -97,8 +97,8 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_command_explains_itself_in_sentences(script):
-    done = call(script, "--help")
-    assert done.returncode == 0 and done.stdout[0].isupper(), done.stderr
+    done = succeed(script, "--help")
+    assert done.stdout[0].isupper(), done.stderr
     helps = re.findall(r"^  --(\w+)(?:=<.*>)?: (.*)$", done.stdout, re.MULTILINE)
     assert {"plain", "traceback"} <= {name for name, _ in helps}
     for name, text in helps:

@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose
 from launch.lib.study import Published, made, read_result
 from launch.studies import figures
 from support import extras
-from support.run_script import call
+from support.run_script import succeed
 
 pytestmark = extras.needs("matplotlib")
 
@@ -32,8 +32,7 @@ def test_too_few_cells():
 
 
 def test_committed_results_are_drawn_and_damaged_ones_refused(tmp_path):
-    done = call("study", "figures", f"--figures={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    succeed("study", "figures", f"--figures={tmp_path}")
     assert (tmp_path / "figure_1.png").read_bytes().startswith(b"\x89PNG")
     damaged = {"identity": {}, "cells": [{"key": {}, "result": {}}]}
     (tmp_path / "damaged.json").write_text(json.dumps(damaged))

@@ -14,7 +14,7 @@ from specsamp.models.kernels.append_rows import append_rows
 from specsamp.tpu import kernel_check
 from specsamp.tpu.kernel_check import KernelCheck
 from support import extras
-from support.run_script import call
+from support.run_script import call, read_cells
 
 RIGHT, FAILING = "append_rows, 5 tokens in float32", "append_rows, 34 tokens in int8"
 WRONG = "small, norms and rotation in float32"
@@ -43,8 +43,7 @@ def rehearse(output, *flags):
 
 
 def parts_of(output):
-    cells = json.loads(output.read_text())["cells"]
-    return {cell["key"]["part"]: cell["result"] for cell in cells}
+    return {cell["key"]["part"]: cell["result"] for cell in read_cells(output)}
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig
-from support.run_script import call
+from support.run_script import succeed
 
 CODE = """
 import dataclasses
@@ -60,8 +60,7 @@ def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path)
     )
     flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=4")
     flags += ("--config.target.num_layers=1", "--config.target.positions=rotary")
-    done = call("benchmark", f"--config={CONFIG}", *flags)
-    assert done.returncode == 0, done.stderr
+    done = succeed("benchmark", f"--config={CONFIG}", *flags)
     assert "Repeats K = 2, Mine" in done.stdout + done.stderr
     document = json.loads(output.read_text())
     assert document["command"].startswith("python launch/benchmark.py --config=")

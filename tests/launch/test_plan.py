@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from specsamp.tpu.calibration import Band
-from support.run_script import ROOT, call
+from support.run_script import ROOT, call, refuse, succeed
 
 RATE = "--acceptance=0.8"
 FORECASTS = pathlib.Path(__file__).with_name("forecasts.txt").read_text().splitlines()[1:]
@@ -16,8 +16,7 @@ FORECASTS = pathlib.Path(__file__).with_name("forecasts.txt").read_text().splitl
 @pytest.mark.parametrize("line", FORECASTS)
 def test_forecasts(line):
     arguments, *found = line.split(" => ")
-    done = call("plan", "--plain", *shlex.split(arguments))
-    assert done.returncode == 0, done.stderr
+    done = succeed("plan", "--plain", *shlex.split(arguments))
     assert found and all(text in done.stdout for text in found), done.stdout
 
 
@@ -66,8 +65,7 @@ def measured(K, draft_temperature, emitted):
 def test_damaged_files_are_named(tmp_path, flag, content, message):
     path = tmp_path / "damaged.json"
     path.write_text(json.dumps(content))
-    done = call("plan", RATE, f"--{flag}={path}")
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert message in refuse("plan", RATE, f"--{flag}={path}")
 
 
 def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
@@ -80,8 +78,7 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
         "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)],
     }
     path.write_text(json.dumps(document))
-    done = call("plan", f"--measured={path}", "--longest=4", "--plain")
-    assert done.returncode == 0, done.stderr
+    done = succeed("plan", f"--measured={path}", "--longest=4", "--plain")
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
 
 

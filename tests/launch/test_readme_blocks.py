@@ -10,7 +10,8 @@ import pytest
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from support.run_script import ROOT, call
+from support.run_script import ROOT, succeed
+from support.weights import shapes_of
 
 PAGES = sorted(
     path
@@ -110,9 +111,7 @@ def test_a_block_of_python_runs(page, code):
 def small_pair():
     """Returns a pair that eight devices can share, for blocks that begin with a pair."""
     model = TransformerLM(tiny(num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64))
-    params = jax.tree.map(
-        lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
-    )
+    params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes_of(model))
     return Pair(target=model, target_params=params, draft=model, draft_params=params)
 
 
@@ -125,5 +124,4 @@ def test_a_command_is_parsed(page, command, monkeypatch):
         return 0
 
     monkeypatch.setattr(entry, "_status", only_parse)
-    done = call(SCRIPT.fullmatch(command[0])[1], *command[1:])
-    assert done.returncode == 0, done.stderr
+    succeed(SCRIPT.fullmatch(command[0])[1], *command[1:])

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from support import extras
-from support.run_script import call
+from support.run_script import refuse
 
 TABLE = pathlib.Path(__file__).with_name("refusals.txt").read_text()
 SECTIONS = dict(re.findall(r"^\[(.*)\]\n((?:.+\n)+)", TABLE, re.MULTILINE))
@@ -26,10 +26,8 @@ OF_THE_ENDPOINT = cases(
 
 
 def refused(command, message):
-    done = call(*shlex.split(command))
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, (
-        done.stderr
-    )
+    error = refuse(*shlex.split(command))
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command, message", cases("before a pair is read") + OF_THE_ENDPOINT)

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from support import extras
-from support.run_script import call, only_shared_flags, save_tiny_pair
+from support.run_script import call, only_shared_flags, refuse, save_tiny_pair
 
 pytestmark = extras.needs("starlette", "uvicorn", "pydantic")
 KEY = "SPECSAMP_SERVE_KEY"
@@ -148,12 +148,10 @@ def test_a_port_that_somebody_has(never):
 
 def test_without_its_libraries_it_says_what_to_install(never, monkeypatch):
     monkeypatch.setitem(sys.modules, "specsamp.serving.web_server", None)
-    done = call("serve", "--port=0")
-    assert done.returncode == 2 and "pip install starlette uvicorn pydantic jinja2" in done.stderr
+    assert "pip install starlette uvicorn pydantic jinja2" in refuse("serve", "--port=0")
 
 
 def test_a_key_of_the_environment_is_checked_as_well(never, monkeypatch):
     monkeypatch.setenv(KEY, "two words")
-    done = call("serve", "--port=0")
-    assert done.returncode == 2 and f"the environment variable {KEY} must hold keys" in done.stderr
-    assert "two words" not in done.stderr
+    error = refuse("serve", "--port=0")
+    assert f"the environment variable {KEY} must hold keys" in error and "two words" not in error

@@ -8,7 +8,7 @@ from absl import flags
 from launch.lib import study
 from launch.lib.study import Published, Study
 from specsamp.analysis.report import Table
-from support.run_script import call, only_shared_flags
+from support.run_script import only_shared_flags, succeed
 
 
 def table(document):
@@ -86,8 +86,7 @@ def test_results_are_shown_without_measuring(run, tmp_path):
 
 
 def test_every_study_has_a_question_and_is_listed():
-    found = call("study", "--list", "--plain")
-    assert found.returncode == 0
+    found = succeed("study", "--list", "--plain")
     for name in study.names():
         question = study.load_study(name).question
         assert question.endswith("?") and f"{name} " in found.stdout and question in found.stdout

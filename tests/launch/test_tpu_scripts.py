@@ -32,7 +32,7 @@ def test_shellcheck_finds_nothing(script):
 @pytest.mark.parametrize("script", COMMANDS)
 def test_help_is_the_header(cloud, script):
     done = cloud.run(script, "--help", place=False)
-    assert done.returncode == 0 and f"launch/tpu/{script}.sh" in done.stdout
+    assert f"launch/tpu/{script}.sh" in done.stdout
     assert "--dry_run" in done.stdout and "set -euo" not in done.stdout
 
 
@@ -139,8 +139,7 @@ def test_gke_hands_secrets_over_by_name(cloud):
     (cloud.fake / "bin" / "xpk").write_text(
         '#!/bin/bash\nfor x; do [[ $x != --env-file=* ]] || cat "${x#*=}" >"$FAKE/env"; done\n'
     )
-    done = cloud.run("gke", *arguments, "--", "true")
-    assert done.returncode == 0, done.stderr
+    cloud.run("gke", *arguments, "--", "true")
     assert (
         cloud.fake / "env"
     ).read_text() == f"SPECSAMP_VERSION={cloud.git('rev-parse', 'HEAD')}\nHF_TOKEN\n"
@@ -180,8 +179,9 @@ def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
         "--job=texts",
         "--",
         "true",
+        status=3,
     )
-    assert done.returncode == 3 and "--wait-for-job-completion=texts-1" in done.stderr
+    assert "--wait-for-job-completion=texts-1" in done.stderr
 
 
 # Refusals.
@@ -222,8 +222,8 @@ def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
-    done = cloud.run(*typed.split())
-    assert done.returncode == 2 and message in done.stderr, (done.returncode, done.stderr)
+    done = cloud.run(*typed.split(), status=2)
+    assert message in done.stderr
     assert not cloud.calls()
 
 
@@ -234,26 +234,23 @@ def test_where_is_never_guessed(cloud, flag, variable):
     places = {"CLOUDSDK_COMPUTE_ZONE": "us-central2-b", "CLOUDSDK_CORE_PROJECT": "my-project"}
     arguments = ("--name=pod", "--dry_run", "--accelerator=v4-8")
     done = cloud.run(
-        "create", *arguments, place=False, **{k: v for k, v in places.items() if k != variable}
+        "create",
+        *arguments,
+        place=False,
+        **{k: v for k, v in places.items() if k != variable},
+        status=2,
     )
-    assert (
-        done.returncode == 2 and f"--{flag} is missing: " in done.stderr and variable in done.stderr
-    )
-    assert cloud.run("create", *arguments, place=False, **places).returncode == 0
+    assert f"--{flag} is missing: " in done.stderr and variable in done.stderr
+    cloud.run("create", *arguments, place=False, **places)
 
 
 def test_only_what_is_committed_is_copied(cloud):
     cloud.states("ACTIVE")
     (cloud.checkout / ".gitignore").write_text("/runs/\n/more/\n")
-    done = cloud.run("setup", "--name=pod")
-    assert (
-        done.returncode == 2
-        and "uncommitted changes: .gitignore ...: commit them, or add --ref=" in done.stderr
-    )
+    done = cloud.run("setup", "--name=pod", status=2)
+    assert "uncommitted changes: .gitignore ...: commit them, or add --ref=" in done.stderr
     assert not cloud.calls()
-    assert (
-        cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD")).returncode == 0
-    )
+    cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD"))
 
 
 def test_a_slice_is_described_without_installed_packages():
@@ -278,7 +275,6 @@ def test_create_waits_until_the_slice_is_there(cloud):
         "MISSING", "WAITING_FOR_RESOURCES", "ERROR", "PROVISIONING", "PROVISIONING", "ACTIVE"
     )
     done = cloud.run("create", "--name=pod", "--accelerator=v4-32", "--spot")
-    assert done.returncode == 0, done.stderr
     assert len(cloud.calls("create")) == 1 and "--spot" in cloud.calls("create")[0]
     told = re.findall(r"pod: (\w+), 0 min", done.stderr)
     assert (
@@ -298,10 +294,10 @@ def test_setup_gives_every_worker_the_commit(ready):
         "find_python() { return 1; }\nprepare_venv() { return 1; }\n"
     )
     ready.git("commit", "--all", "--message=the installation fails")
-    assert ready.run("setup", "--name=pod").returncode == 1
-    done = ready.run("run", "--name=pod", "--", "true")
-    assert done.returncode == 1 and "w-1: the installation is missing or incomplete" in done.stderr
-    assert ready.run("setup", "--name=pod", f"--ref={first}").returncode == 0
+    ready.run("setup", "--name=pod", status=1)
+    done = ready.run("run", "--name=pod", "--", "true", status=1)
+    assert "w-1: the installation is missing or incomplete" in done.stderr
+    ready.run("setup", "--name=pod", f"--ref={first}")
     for host in ("w-0", "w-1"):
         assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
         assert (
@@ -314,7 +310,6 @@ def test_run_shows_the_first_worker_and_survives_a_lost_connection(ready):
     (ready.fake / "drops").touch()
     script = 'echo "$HOST: $1 in $PWD of $SPECSAMP_VERSION with $(command -v python)"'
     done = ready.run("run", "--name=pod", "--", "bash", "-c", script, "name", HARD[2])
-    assert done.returncode == 0, done.stderr
     home = ready.fake / "w-0" / "specsamp"
     commit = ready.git("rev-parse", "HEAD")
     expected = f"w-0: {HARD[2]} in {home} of {commit} with {home}/.venv/bin/python\n"
@@ -336,7 +331,6 @@ def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path)
     script = 'printf %s "$HF_TOKEN" >"$FAKE/$HOST.received"'
     arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN,OTHER_KEY", "--", "bash", "-c", script)
     done = ready.run(*arguments, HF_TOKEN=SECRET, OTHER_KEY="other", TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stderr
     received = [ready.fake / f"{host}.received" for host in ("w-0", "w-1")]
     assert [path.read_text() for path in received] == [SECRET, SECRET]
     assert (ready.fake / "modes").read_text() == "600\n600\n"
@@ -359,9 +353,7 @@ def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(rea
     done = ready.run(
         "run", "--name=pod", "--", *words, "--password=hf_seen", "--config.max_new_tokens=8"
     )
-    assert (
-        done.returncode == 0 and done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
-    )
+    assert done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
     stored = (ready.fake / "w-0" / "specsamp_job" / "command").read_text()
     assert "hf_seen" not in done.stderr + stored
     for shown in (
@@ -375,15 +367,15 @@ def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(rea
 
 def test_run_ends_with_the_status_of_the_command(ready):
     script = 'echo "I am $HOST"; if [ $HOST = w-1 ]; then exit 3; fi'
-    done = ready.run("run", "--name=pod", "--", "bash", "-c", script)
-    assert done.returncode == 3 and "w-1 ended with 3" in done.stderr
+    done = ready.run("run", "--name=pod", "--", "bash", "-c", script, status=3)
+    assert "w-1 ended with 3" in done.stderr
     assert "w-0| I am w-0" in done.stderr and "w-1| I am w-1" in done.stderr
 
 
 def test_run_ends_workers_that_hang_after_the_first(ready):
     script = 'if [ $HOST = w-0 ]; then exit 4; fi; trap "" TERM; sleep 60 & wait; wait'
-    done = ready.run("run", "--name=pod", "--", "bash", "-c", script)
-    assert done.returncode == 4 and "w-1 ended with 143" in done.stderr
+    done = ready.run("run", "--name=pod", "--", "bash", "-c", script, status=4)
+    assert "w-1 ended with 143" in done.stderr
 
 
 def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
@@ -401,14 +393,11 @@ def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
     os.killpg(start.pid, 9)  # the terminal is closed
     start.wait()
     for script, arguments in (("run", ("--", "true")), ("setup", ())):
-        done = ready.run(script, "--name=pod", *arguments)
-        assert (
-            done.returncode == 1
-            and "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
-        )
+        done = ready.run(script, "--name=pod", *arguments, status=1)
+        assert "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
     attached = start_run("--attach", stdout=subprocess.PIPE, text=True)
     assert attached.stdout.readline() == "here I am\n"
-    assert ready.run("run", "--name=pod", "--stop").returncode == 0
+    ready.run("run", "--name=pod", "--stop")
     attached.communicate(timeout=600)
     assert attached.returncode == 143
 
@@ -431,10 +420,9 @@ done
 """
 
 
-def keep(cloud, *command, flags=()):
-    return cloud.run(
-        "keep_running", "--name=pod", "--accelerator=v4-16", "--spot", *flags, "--", *command
-    )
+def keep(cloud, *command, flags=(), **options):
+    of_slice = "--name=pod", "--accelerator=v4-16", "--spot"
+    return cloud.run("keep_running", *of_slice, *flags, "--", *command, **options)
 
 
 def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
@@ -444,7 +432,6 @@ def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
     cloud.states("MISSING", "PROVISIONING", "ACTIVE")
     commit = cloud.git("rev-parse", "HEAD")
     done = keep(cloud, "bash", "-c", TRAINING, flags=["--delete_when_done"])
-    assert done.returncode == 0, done.stderr
     assert re.findall(r"step \d", done.stdout) == [f"step {i}" for i in range(1, 6)]
     assert "pod is SUSPENDING: ordering it again" in done.stderr
     assert (
@@ -465,8 +452,8 @@ def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
 
 def test_a_command_that_fails_by_itself_is_not_repeated(cloud):
     cloud.states("MISSING", "ACTIVE")
-    done = keep(cloud, "bash", "-c", "exit 2")
-    assert done.returncode == 2 and "status 2 on a slice that still exists." in done.stderr
+    done = keep(cloud, "bash", "-c", "exit 2", status=2)
+    assert "status 2 on a slice that still exists." in done.stderr
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
 
 
@@ -480,7 +467,6 @@ if [ ! -e "$FAKE/$HOST.was" ]; then
 fi
 echo done"""
     done = keep(cloud, "bash", "-c", command)
-    assert done.returncode == 0, done.stderr
     assert "pod was restarted: setting it up again" in done.stderr and done.stdout.endswith(
         "done\n"
     )
@@ -491,8 +477,8 @@ def test_a_slice_that_is_always_lost_is_not_ordered_for_ever(cloud):
     cloud.states("MISSING", "FAILED")
     failing = FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
     (cloud.fake / "bin" / "gcloud").write_text(failing)
-    done = keep(cloud, "true")
-    assert done.returncode == 75 and "the slice was lost 3 times before it was ready" in done.stderr
+    done = keep(cloud, "true", status=75)
+    assert "the slice was lost 3 times before it was ready" in done.stderr
     assert len(cloud.calls("create")) == 3
 
 
@@ -500,7 +486,7 @@ def test_delete_looks_for_a_node_without_a_request(cloud):
     cloud.states("MISSING")
     (cloud.fake / "node").touch()
     done = cloud.run("delete", "--name=pod")
-    assert done.returncode == 0 and "pod is deleted from us-central2-b" in done.stderr
+    assert "pod is deleted from us-central2-b" in done.stderr
     assert (
         not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
     )

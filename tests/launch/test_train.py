@@ -9,14 +9,13 @@ import sys
 import time
 import types
 
-import jax
 import numpy as np
 import pytest
 
 from launch import export
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
-from support.run_script import FIXED, ROOT, call
+from support.run_script import FIXED, ROOT, flags_of, succeed
 from support.training import (
     DRAFT,
     SMALL,
@@ -26,6 +25,7 @@ from support.training import (
     refused_trainings,
     training_config,
 )
+from support.weights import shapes_of
 
 # ml_collections loads configurations by a deprecated function of the standard library.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -54,24 +54,19 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts, tmp_path):
+def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(run_training, texts, tmp_path):
     """A training that is killed without cleanup has the losses of an uninterrupted run."""
     target = tmp_path / "target"
-    flags_of = [
-        f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()
-    ]
-    arguments = ["--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
+    flags = flags_of(TARGET | {"data.folder": texts})
+    arguments = ["--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags]
     as_here = {"JAX_NUM_CPU_DEVICES": "8", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
     killed_once_it_has_reached(10, target, arguments, os.environ | FIXED | as_here)
     assert not (target / "checkpoints" / "24").exists()
-    done = call("train", *arguments)
-    assert not done.returncode, done.stderr
+    done = succeed("train", *arguments)
     assert "resumed at step" in done.stdout
 
-    train.run_training(
-        training_config("tiny_target", texts, TARGET | {"intervals.checkpoint": 24}),
-        tmp_path / "alone",
-        quiet(),
+    run_training(
+        training_config("tiny_target", texts, TARGET | {"intervals.checkpoint": 24}), "alone"
     )
     assert metrics(target) == metrics(tmp_path / "alone")
     assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
@@ -82,15 +77,15 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     with pytest.raises(
         ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files"
     ):
-        train.run_training(other, tmp_path / "another_split", quiet())
+        run_training(other, "another_split")
     assert not (tmp_path / "another_split").exists()
     config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
-    train.run_training(config, tmp_path / "draft", quiet())
+    run_training(config, "draft")
     parts = sorted((tmp_path / "draft" / "generated").iterdir())
     assert sum(len(np.load(part)) for part in parts) == 8
     last_part = parts[-1].read_bytes()
     parts[-1].unlink()  # as if killed before it was written
-    train.run_training(config, tmp_path / "draft", quiet())
+    run_training(config, "draft")
     assert parts[-1].read_bytes() == last_part
     export.export_pair(target, tmp_path / "draft", tmp_path / "pair", quiet())
     pair = load_pair(tmp_path / "pair")
@@ -114,21 +109,17 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
 
 
 @pytest.mark.slow
-def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
+def test_a_target_is_tuned_to_draft_itself(train, run_training, texts, tmp_path):
     """The training starts from scratch, or from a target's run with its tokenizer; exits are
     measured like drafts.
     """
     fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}
     with pytest.raises(ValueError, match="a model of one layer has no earlier exit"):
-        train.run_training(
-            training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet()
-        )
-    train.run_training(
-        training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet()
-    )
+        run_training(training_config("tiny_layer_skip", texts, SMALL), "one")
+    run_training(training_config("tiny_layer_skip", texts, fields), "scratch")
     tuned = training_config("tiny_layer_skip", texts, fields | {"init": str(tmp_path / "scratch")})
     assert not train.make_task(tuned, train.make_model(tuned), None).from_scratch
-    train.run_training(tuned, tmp_path / "tuned", quiet())
+    run_training(tuned, "tuned")
     tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("scratch", "tuned")]
     assert tokenizers[0] == tokenizers[1]
     first, then = (metrics(tmp_path / name) for name in ("scratch", "tuned"))
@@ -152,19 +143,19 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
 
 
 @pytest.mark.parametrize("asked, message", refused_trainings("kinds"))
-def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path, asked, message):
+def test_training_names_what_is_wrong_and_begins_nothing(
+    run_training, texts, tmp_path, asked, message
+):
     kind, fields = asked.split(": ", 1)
     usual = {"target": TARGET, "draft": DRAFT}[kind]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.run_training(
-            training_config(f"tiny_{kind}", texts, usual | eval(fields)), tmp_path / "run", quiet()
-        )
+        run_training(training_config(f"tiny_{kind}", texts, usual | eval(fields)), "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("fields, message", refused_trainings("distillations"))
 def test_a_distillation_is_checked_before_its_target_writes_anything(
-    train, texts, tmp_path, monkeypatch, fields, message
+    train, run_training, texts, tmp_path, monkeypatch, fields, message
 ):
     """A mismatch would otherwise appear only after the target has written texts for an hour."""
 
@@ -183,7 +174,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
             config=model.config,
             model_in=lambda dtype: model,
             identity={"sha256": "a"},
-            params=jax.eval_shape(model.init, jax.random.key(0)),
+            params=shapes_of(model),
             check_split=lambda held_out, digest: None,
             public=None,
             mesh=None,
@@ -192,25 +183,21 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     monkeypatch.setattr(train.source, "open_trained", trained)
     monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
-        train.run_training(
-            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | eval(fields)),
-            tmp_path / "run",
-            quiet(),
+        run_training(
+            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | eval(fields)), "run"
         )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(
-    train, texts, tmp_path, monkeypatch
+    train, run_training, texts, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(train, "train", lambda *_, **__: None)
     mine = tmp_path / "texts"
     shutil.copytree(texts, mine)
 
     def begin(fields):
-        return train.run_training(
-            training_config("tiny_target", mine, fields), tmp_path / "run", quiet()
-        )
+        return run_training(training_config("tiny_target", mine, fields), "run")
 
     begin(TARGET)
     begin(TARGET)

@@ -21,8 +21,8 @@ from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import call, save_public_target, save_tiny_pair
-from support.training import HEAD, metrics, quiet, refused_trainings, training_config
+from support.run_script import save_public_target, save_tiny_pair, succeed
+from support.training import HEAD, metrics, refused_trainings, training_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -35,6 +35,13 @@ def pair_folder(tmp_path):
     """Writes a pair with random weights, whose target has two layers, and returns its folder."""
     save_tiny_pair(tmp_path / "pair", ["def f(x):"], num_layers=2)
     return tmp_path / "pair"
+
+
+def check_acceptance(run):
+    """Checks that the last record of a run has the acceptance of three positions."""
+    last = metrics(run)[-1]
+    for i in (1, 2, 3):
+        assert 0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1
 
 
 def drafts_as_it_was_trained(pair, run, prompt):
@@ -51,7 +58,7 @@ def drafts_as_it_was_trained(pair, run, prompt):
 
 @pytest.mark.slow
 def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
-    train, texts, tmp_path, pair_folder, monkeypatch
+    train, run_training, texts, tmp_path, pair_folder, monkeypatch
 ):
     """Greedy text is the target's own, and a tuned head keeps its vocabulary of frequent tokens."""
     fields = HEAD | {
@@ -59,20 +66,17 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         "head.draft_vocab_size": 40,
         "head.own_output": True,
     }
-    train.run_training(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
-    last = metrics(tmp_path / "head")[-1]
-    assert all(
-        0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
-    )
+    run_training(training_config("tiny_head", texts, fields), "head")
+    check_acceptance(tmp_path / "head")
     more = fields | {"init": str(tmp_path / "head"), "train.seed": 1, "generated.rows": 0}
-    train.run_training(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
+    run_training(training_config("tiny_head", texts, more), "tuned")
 
     other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
     with pytest.raises(
         ValueError,
         match=r"hidden_layers was \(0, 1\), is \(1, 0\); .*norm_before_residual was True, is Fal",
     ):
-        train.run_training(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
+        run_training(training_config("tiny_head", texts, other), "other")
     elsewhere = tmp_path / "elsewhere"  # texts with other frequent tokens
     elsewhere.mkdir()
     for i in range(12):
@@ -80,9 +84,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     further = more | {"data.folder": str(elsewhere), "train.steps": 3}
     with monkeypatch.context() as patch:  # draft_ids.npy is written before the first step
         patch.setattr(train, "train", lambda *_, **__: None)
-        train.run_training(
-            training_config("tiny_head", texts, further), tmp_path / "further", quiet()
-        )
+        run_training(training_config("tiny_head", texts, further), "further")
     ids = [np.load(tmp_path / name / "draft_ids.npy").tolist() for name in ("tuned", "further")]
     assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
 
@@ -91,8 +93,8 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     ):
         load_pair(pair_folder, draft="head")
     arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
-    done = call("export", *arguments)
-    assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
+    done = succeed("export", *arguments)
+    assert "MB, of step 4" in done.stdout, done.stderr
     told = json.loads((pair_folder / "head" / "training.json").read_text())
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
     pair = load_pair(pair_folder, draft="head")
@@ -108,20 +110,16 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         open_trained(tmp_path / "head")
     config = training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)})
     with pytest.raises(ValueError, match=r"hidden_layers\[\d\] must be .* below 3; got 7"):
-        train.run_training(config, tmp_path / "x", quiet())
+        run_training(config, "x")
 
 
 @pytest.mark.slow
-def test_a_block_head_is_trained_by_a_word(train, texts, tmp_path, pair_folder):
+def test_a_block_head_is_trained_by_a_word(run_training, texts, tmp_path, pair_folder):
     """The exported head drafts by a word, and a further training can begin with it."""
     fields = HEAD | {"target": str(pair_folder), "generated.rows": 0} | BLOCK
-    train.run_training(training_config("tiny_dspark", texts, fields), tmp_path / "run", quiet())
-    last = metrics(tmp_path / "run")[-1]
-    assert all(
-        0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
-    )
-    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'block'}")
-    assert (done.returncode or 0) == 0, done.stderr
+    run_training(training_config("tiny_dspark", texts, fields), "run")
+    check_acceptance(tmp_path / "run")
+    succeed("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'block'}")
     pair = load_pair(pair_folder, draft="block")
     drafts_as_it_was_trained(pair, tmp_path / "run", "def f(x):")
     exported = open_first_head(pair_folder / "block", pair.target.config)
@@ -129,7 +127,9 @@ def test_a_block_head_is_trained_by_a_word(train, texts, tmp_path, pair_folder):
 
 
 @pytest.mark.slow
-def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch):
+def test_what_was_trained_together_becomes_two_runs(
+    train, run_training, texts, tmp_path, monkeypatch
+):
     """Both runs have the final parameters, also when the training is run again, and other commands
     read them.
     """
@@ -145,9 +145,7 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
         f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))
     }
     for _ in range(2):
-        train.run_training(
-            training_config("tiny_mtp_target", texts, fields), tmp_path / "run", quiet()
-        )
+        run_training(training_config("tiny_mtp_target", texts, fields), "run")
     target, draft = (
         open_trained(tmp_path / "run" / part, is_head=part == "draft")
         for part in ("target", "draft")
@@ -156,13 +154,10 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
     for part, written in (("target", target), ("draft", draft)):
         jax.tree.map(np.testing.assert_array_equal, written.params, states[-1].params[part])
         assert written.provenance["config"]["together"]["pull"]
-    done = call("export", f"--run={tmp_path}/run/draft", f"--output={tmp_path}/exported")
-    assert (done.returncode or 0) == 0, done.stderr
+    succeed("export", f"--run={tmp_path}/run/draft", f"--output={tmp_path}/exported")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match="holds target and draft of an earlier training"):
-        train.run_training(
-            training_config("tiny_mtp_target", texts, fields), tmp_path / "run", quiet()
-        )
+        run_training(training_config("tiny_mtp_target", texts, fields), "run")
 
 
 PUBLIC = HEAD | {
@@ -210,7 +205,7 @@ def public_config(target, chats, fields):
 
 @pytest.mark.slow
 def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
-    train, chats, tmp_path, public_target
+    train, run_training, chats, tmp_path, public_target
 ):
     """The head's layer has the sizes of its target; it trains on the target's chats, and its run
     refuses another target.
@@ -225,41 +220,33 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
             return begin(task, *arguments, teacher_params=teacher_params, **others)
 
         patch.setattr(train, "train", look)
-        train.run_training(config, tmp_path / "head", quiet())
+        run_training(config, "head")
     assert said[0].num_devices == 8 and "model" in said[0].spec
     fields = json.loads((tmp_path / "head" / "run.json").read_text())["model"]
     assert (fields["width"], fields["num_kv_heads"], fields["feedforward_width"]) == (32, 2, 24)
-    last = metrics(tmp_path / "head")[-1]
-    assert all(
-        0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
-    )
+    check_acceptance(tmp_path / "head")
     again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
     # The same training again has nothing left to do.
-    train.run_training(again, tmp_path / "head", quiet())
+    run_training(again, "head")
 
     to = f"--output={tmp_path / 'exported'}"
-    done = call("export", f"--run={tmp_path / 'head'}", "--verifier=org/target", to)
-    assert (done.returncode or 0) == 0, done.stderr
+    succeed("export", f"--run={tmp_path / 'head'}", "--verifier=org/target", to)
     pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
     drafts_as_it_was_trained(pair, tmp_path / "head", [{"role": "user", "content": "add 5 to x"}])
 
     other = shutil.copytree(public_target, tmp_path / "other")
     export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
     with pytest.raises(ValueError, match="another configuration: target was .*other"):
-        train.run_training(
-            public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}),
-            tmp_path / "head",
-            quiet(),
-        )
+        run_training(public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}), "head")
     shutil.rmtree(public_target)
     shutil.copytree(other, public_target)
     with pytest.raises(ValueError, match="was begun with another target"):
-        train.run_training(again, tmp_path / "head", quiet())
+        run_training(again, "head")
 
 
 @pytest.mark.parametrize("fields, message", refused_trainings("public targets"))
 def test_a_public_target_is_checked_before_its_weights_are_read(
-    train, chats, tmp_path, public_target, monkeypatch, fields, message
+    run_training, chats, tmp_path, public_target, monkeypatch, fields, message
 ):
     def refuse(*_):
         raise AssertionError("weights were read")
@@ -268,7 +255,7 @@ def test_a_public_target_is_checked_before_its_weights_are_read(
     fields = eval(fields)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         config = public_config(fields.get("target", public_target), chats, PUBLIC | fields)
-        train.run_training(config, tmp_path / "run", quiet())
+        run_training(config, "run")
     assert not (tmp_path / "run").exists()
 
 

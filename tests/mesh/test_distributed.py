@@ -184,9 +184,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     }
     fields |= {"drafter": "ngram", "max_new_tokens": 12, "target.positions": "rotary"}
     flags = ["--config=configs/chinchilla.py:tiny,batch=2", f"--output={output}", "--plain"]
-    printed = launch(
-        "benchmark", *flags, *(f"--config.{name}={value}" for name, value in fields.items())
-    )
+    printed = launch("benchmark", *flags, *run_script.flags_of(fields))
     assert ["written to" in text for text in printed] == [True, False]
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
@@ -213,7 +211,7 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
     for how in (launch, launch_alone):
         output = tmp_path / f"{how.__name__}.json"
         how("evaluate", *flags, *MESH, f"--output={output}")
-        (cell,) = json.loads(output.read_text())["cells"]
+        (cell,) = run_script.read_cells(output)
         results.append([round(score["log_prob"], 3) for score in cell["result"]["scores"]])
         assert cell["result"]["timed"]["completions"] == 12
     assert results[0] == results[1] and len(set(results[0])) == 6
@@ -272,7 +270,7 @@ def small(tmp_path_factory):
         "data.pattern": "*.py",
     }
     fields |= {"data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 32}
-    return [f"--config.{name}={value}" for name, value in fields.items()]
+    return run_script.flags_of(fields)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
-from support.weights import drawn_params
+from support.weights import drawn_params, shapes_of
 
 SLOTS = 48
 on_mesh = jax.jit(ShardedModel.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
@@ -114,7 +114,7 @@ def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
     model = model_of(6, 12)
     layout = Layout.tensor_parallel(make_mesh(1, 8))
     with pytest.raises(ValueError, match="'experts' has 6 entries.* 8 devices") as error:
-        shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
+        shard_model(model, layout).param_shardings(shapes_of(model))
     assert "--config.mesh.data=4 --config.mesh.model=2" in str(error.value) and "\n" not in str(
         error.value
     )

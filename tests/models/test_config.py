@@ -1,7 +1,6 @@
 """Counts, names, axes and shapes of parameters."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 
@@ -17,6 +16,7 @@ from specsamp.models.config import (
     tiny,
 )
 from specsamp.models.transformer import TransformerLM
+from support.weights import shapes_of
 
 EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_layers=(0,))
 SHAPES = dict(
@@ -30,13 +30,8 @@ SHAPES = dict(
 )
 
 
-@functools.cache
-def shapes_of(config):
-    return jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
-
-
 def count(config):
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes_of(config)))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes_of(TransformerLM(config))))
 
 
 CONFIGS = {name: tiny(**changes) for name, changes in SHAPES.items()} | MODELS
@@ -49,7 +44,9 @@ def test_counts_axes_and_json(name):
     assert config.num_parameters == count(config)
     axes = TransformerLM(config).param_axes()
     jax.tree.map(
-        lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), axes, shapes_of(config)
+        lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim),
+        axes,
+        shapes_of(TransformerLM(config)),
     )
     read = TransformerConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
     assert read == config and hash(read) == hash(config)
@@ -76,7 +73,7 @@ GOLDEN = pathlib.Path(__file__).with_name("golden_parameters.txt").read_text().s
 def described(config):
     """Returns a line with name, axes and shape for each parameter."""
     model = TransformerLM(config)
-    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = jax.tree.leaves(shapes_of(model))
     axes = jax.tree.leaves_with_path(
         model.param_axes(), is_leaf=lambda x: isinstance(x, PartitionSpec)
     )

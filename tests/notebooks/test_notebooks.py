@@ -26,7 +26,7 @@ SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@all_notebooks
 def test_runs(script, tmp_path, tmp_path_factory):
     """The notebooks assert their own claims: which rules are exact, and which are not."""
     text = script.read_text()

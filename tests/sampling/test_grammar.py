@@ -116,18 +116,18 @@ def test_the_control_is_seen():
 
 
 def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
-    texts = module._Texts()
+    texts, numbers = module._Texts(), []
+    several = [], [0], [0, 1], [0, 1, 1], [1, 0], [2, 2, 0]
     monkeypatch.setattr(module, "MOST_MATCHERS", 2)
-    numbers = []
     monkeypatch.setattr(module, "_TEXTS", texts)
     start = int(grammar(LETTERS, "regex", PATTERN, ends=[END]).value)
-    for text in ([], [0], [0, 1], [0, 1, 1], [1, 0], [2, 2, 0]):
+    for text in several:
         state = start
         for token in text:
             (state,) = texts.after([state], [token])
         numbers.append(int(state))
         assert len(texts._matchers) <= 2
-    for number, text in zip(numbers, ([], [0], [0, 1], [0, 1, 1], [1, 0], [2, 2, 0])):
+    for number, text in zip(numbers, several):
         (word,) = texts.masks([number], 1).ravel()
         assert [int(word) >> token & 1 for token in range(V)] == allowed(text)
     (refused,) = texts.after([numbers[1]], [0])
@@ -208,6 +208,11 @@ BYTES = tokenizer_of(
 )
 
 
+def serve(pair, **options):
+    method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
+    return Service(pair, method, **options)
+
+
 def ask(service, text, **options):
     pieces = queue.SimpleQueue()
     submit(service, [text], 12, deliver=pieces.put, **options)
@@ -222,8 +227,7 @@ def test_requests_bring_grammars_and_give_them_back():
     pair = dataclasses.replace(
         counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES
     )
-    method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
-    service = Service(pair, method, rows=2, context=40, has_grammars=True)
+    service = serve(pair, rows=2, context=40, has_grammars=True)
     gc.collect()  # drops grammars of earlier tests
     module._TEXTS.after([FREE], [0])
     held = len(module._TEXTS._texts)
@@ -258,8 +262,7 @@ def test_requests_bring_grammars_and_give_them_back():
 @pytest.mark.parametrize("streams", extras.slow_but([False, True], False))
 def test_a_text_is_a_call_where_it_must_be(choice, streams):
     pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
-    method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
-    service = Service(pair, method, rows=1, context=60, has_grammars=True)
+    service = serve(pair, rows=1, context=60, has_grammars=True)
     schema = {
         "properties": {"x": {"enum": ["bc"]}},
         "required": ["x"],
@@ -308,15 +311,14 @@ def test_grammar_of_a_queue_lives_as_long_as_the_queue():
 
 def test_where_grammars_are_refused():
     pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
-    method = make_method(pair, draft_length=2, sampling=make_warp({}))
-    service = Service(pair, method, rows=2, context=40)
+    service = serve(pair, rows=2, context=40)
     with pytest.raises(
         ValueError, match="grammars are not served here: start the server with --grammars"
     ):
         submit(service, ["a"], 4, deliver=print, grammar=("regex", "a"))
     wide = shard(pair, make_mesh(8, 1))
     with pytest.raises(ValueError, match="grammars are served on one device: leave out --grammars"):
-        Service(wide, method, has_grammars=True)
+        serve(wide, has_grammars=True)
     follow = grammar(BYTES, "regex", "a", ends=[256])
     with pytest.raises(
         ValueError, match="a grammar asks the host for every token, .* decode on one device"

@@ -31,18 +31,19 @@ def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EX
 # Distributions of emitted tokens.
 
 
-@pytest.mark.parametrize(
-    "vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 3), (3, 3, 4), (4, 2, 3)]
+every_size = pytest.mark.parametrize(
+    "vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 2, 3)]
 )
+
+
+@every_size
 @every_rule
 def test_emitted_tokens_have_the_targets_joint_distribution(rule, vocab_size, num_tokens, length):
     names, target, draft = grid(vocab_size)
     assert_exact(rule, names, target, draft, num_tokens=num_tokens, length=length)
 
 
-@pytest.mark.parametrize(
-    "vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 2, 3)]
-)
+@every_size
 @every_rule
 def test_a_draft_without_distributions_is_one_hot(rule, vocab_size, num_tokens, length):
     names, target, draft = one_hots(*grid(vocab_size))

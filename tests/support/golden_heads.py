@@ -11,6 +11,8 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file, save_file
 
+from specsamp.checkpoints import head_export
+from specsamp.checkpoints.public_heads import open_head
 from support import golden
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden_heads"
@@ -40,6 +42,22 @@ def write_head(
     (folder / "config.json").write_text(json.dumps(described["config"]))
     save_file(tensors, folder / "model.safetensors")
     return arrays
+
+
+def write_again(folder: pathlib.Path, head, params, target):
+    """Writes a head that was read from "theirs", and checks that its tensors and fields are equal.
+
+    Returns the written head, opened.
+    """
+    head_export.write_head(folder / "ours", head, params, target_name="org/target", K=3)
+    ours, theirs = (load_file(folder / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[key], tensor)
+        assert ours[key].dtype == tensor.dtype
+    again = open_head(folder / "ours", target, dtype="float32")
+    assert again.config == head.config
+    return again
 
 
 # The toy of the golden forward passes: width 8, two heads of 4, one key head, inner width 12, 16

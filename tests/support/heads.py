@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from specsamp.models.assistant import AssistantConfig
@@ -11,12 +12,13 @@ from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig, BlockHead
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.interface import LayeredModel
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.visibility import ancestor_slots
 from support.fakes import TableLM
+from support.weights import drawn_params
 
 WIDTH, LAYERS = 8, 6
 
@@ -126,6 +128,23 @@ class ShowsTokens(LayeredTable):
         )
 
 
+def weights_of(head, seed=0):
+    """Returns weights with distinct distributions; a reduced vocabulary has ids 0 and 2."""
+    params = jax.tree.map(
+        lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed)
+    )
+    if DRAFT_IDS in params:
+        params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
+    return head.prepare(params)
+
+
+def look_up(table, context):
+    """Returns the logits of a table after each context, and zeros after an unknown one."""
+    context = context.astype(jnp.int32)
+    known = jnp.all((context >= 0) & (context < len(table)), axis=-1, keepdims=True)
+    return jnp.where(known, table[tuple(jnp.moveaxis(context, -1, 0))], 0.0)
+
+
 UNKNOWN = -1.0
 
 
@@ -163,9 +182,7 @@ class TableHead(FeatureHead):
         return jnp.stack([jnp.full_like(before_BT, UNKNOWN), *parts], axis=-1), cache
 
     def logits(self, weights, features_BTD, of_target, offset=0):
-        context = features_BTD[..., 1:].astype(jnp.int32)
-        known = jnp.all((context >= 0) & (context <= self.vocab_size), axis=-1, keepdims=True)
-        return jnp.where(known, weights[tuple(jnp.moveaxis(context, -1, 0))], 0.0)
+        return look_up(weights, features_BTD[..., 1:])
 
     def expand(self, weights, logits, kernels=None):
         return logits
@@ -222,7 +239,7 @@ class TableBlock(BlockHead):
         return jnp.repeat(context_B3[:, None], self.config.block_size, axis=1), caches
 
     def logits(self, weights, features_BTD, of_target, offset=0):
-        logits_BTV = self._look_up(weights, features_BTD)
+        logits_BTV = look_up(weights, features_BTD)
         return jnp.where(jnp.arange(logits_BTV.shape[1])[None, :, None] == 0, logits_BTV, 0.0)
 
     def expand(self, weights, logits, kernels=None):
@@ -234,15 +251,10 @@ class TableBlock(BlockHead):
     def correct(self, weights, logits_BU, x_BD, token_B, state):
         later_B3 = jnp.concatenate([state[:, 1:], token_B[:, None] * 1.0], axis=1)
         state = jnp.where(state[:, -1:] == UNKNOWN, x_BD, later_B3)
-        return self._look_up(weights, state), state
+        return look_up(weights, state), state
 
     def confidence(self, weights, x_BD, token_B):
         return jnp.where(token_B == 0, 5.0, -5.0)
-
-    def _look_up(self, weights, context):
-        context = context.astype(jnp.int32)
-        known = jnp.all((context >= 0) & (context <= self.vocab_size), axis=-1, keepdims=True)
-        return jnp.where(known, weights[tuple(jnp.moveaxis(context, -1, 0))], 0.0)
 
 
 def table_block(vocab_size):

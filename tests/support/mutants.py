@@ -196,8 +196,8 @@ class StopsOneTokenEarly(ModelDrafter):
 class SubmitsTheFirstTokenAlone(ModelDrafter):
     """Submits a draft only if its first token is 0."""
 
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+    def propose(self, *arguments):
+        draft, state, cache = super().propose(*arguments)
         num_drafted_B = jnp.where(draft.tokens_BK[:, 0] == 0, draft.num_drafted_B, 0)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 

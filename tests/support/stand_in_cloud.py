@@ -78,10 +78,11 @@ class Cloud:
     def states(self, *states):
         (self.fake / "states").write_text("".join(f"{state}\n" for state in states))
 
-    def run(self, script, *arguments, place=True, **environment):
+    def run(self, script, *arguments, status=0, place=True, **environment):
+        """Runs a script, and checks its exit status."""
         at = ("--project=my-project", "--zone=us-central2-b") if place else ()
         split = arguments.index("--") if "--" in arguments else len(arguments)
-        return subprocess.run(
+        done = subprocess.run(
             [
                 "bash",
                 self.checkout / "launch" / "tpu" / f"{script}.sh",
@@ -95,12 +96,13 @@ class Cloud:
             text=True,
             timeout=600,
         )
+        assert done.returncode == status, (done.returncode, done.stderr)
+        return done
 
     def dry_run(self, script, *arguments):
         """Returns the printed commands, as words, and the remarks between them."""
         split = arguments.index("--") if "--" in arguments else len(arguments)
         done = self.run(script, *arguments[:split], "--dry_run", *arguments[split:])
-        assert done.returncode == 0, done.stderr
         assert not (self.fake / "calls").exists() and not self.git(
             "status", "--porcelain", "--ignored"
         ), "not dry"

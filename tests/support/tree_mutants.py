@@ -51,8 +51,8 @@ class StatesInOrder(TargetDistributions):
 class PrunedByValue(ModelTree):
     """Submits nothing if the second sibling is more probable than the first."""
 
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+    def propose(self, *arguments):
+        draft, state, cache = super().propose(*arguments)
         first, second = (
             jnp.take_along_axis(draft.log_probs_BRV[:, 0], draft.tokens_BK[:, i : i + 1], axis=1)[
                 :, 0
