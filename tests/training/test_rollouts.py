@@ -266,15 +266,12 @@ def reduced_head():
 @pytest.mark.slow
 @pytest.mark.parametrize("pair, task", [(PAIR, DRAFT), reduced_head()], ids=["model", "reduced"])
 def test_a_draft_that_learns_follows_the_policy(tmp_path, pair, task):
-    """A draft that is distilled on the texts is accepted more than a frozen one; neither changes
-    the law of the texts.
-    """
-    acceptance = {}
-    for name, draft in (("frozen", None), ("learns", optimizer(steps=24))):
-        config = dataclasses.replace(CONFIG, policy=optimizer(steps=24, rate=1e-2), draft=draft)
-        run(tmp_path / name, config, pair, draft_task=task if draft else None)
-        acceptance[name] = np.mean([one["acceptance"] for one in records(tmp_path / name)[-8:]])
-    assert acceptance["learns"] > acceptance["frozen"] + 0.1
+    """A draft that is distilled on the texts is accepted more and more, while the policy moves."""
+    policy = optimizer(steps=20, rate=1e-2)
+    config = dataclasses.replace(CONFIG, policy=policy, draft=optimizer(steps=20))
+    run(tmp_path, config, pair, draft_task=task)
+    acceptance = [record["acceptance"] for record in records(tmp_path)]
+    assert np.mean(acceptance[-8:]) > np.mean(acceptance[:4]) + 0.1, acceptance
 
 
 @pytest.mark.slow
