@@ -166,7 +166,7 @@ def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     spoiled = near(table, 7, 0.5)
     spoiled = spoiled.at[:, :, 1].set(jnp.nan) if spoiled_after == 1 else spoiled * jnp.nan
     pair = Pair(target=TableLM(4), target_params=table, draft=TableLM(4), draft_params=spoiled)
-    rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=20_000)
+    rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=10_000)
     distribution = joint_distribution(table, chain(), [2, 1, 3], 2)
     assert (
         p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False)
