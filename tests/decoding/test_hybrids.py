@@ -32,6 +32,7 @@ PROMPTS = [[0, 1, 1, 0] * 12, [0, 1, 1, 0] * 13]
 SMALL = dataclasses.replace(RECURRENT, num_value_heads=1, key_size=4, value_size=4)
 CONFIG = hybrid(vocab_size=V, width=16, num_heads=2, recurrent=SMALL)
 MODEL = TransformerLM(CONFIG)
+forward = jax.jit(MODEL.forward)
 # As in the checkpoints of Qwen3.5: a layer of attention after the final norm.
 MODULE = MTPConfig(
     layer=dataclasses.replace(CONFIG, num_layers=1, recurrent=None),
@@ -63,7 +64,7 @@ def expected(seed):
     for prompt in PROMPTS:
         texts = list(itertools.product(range(V), repeat=LENGTH))
         whole = jnp.asarray([[*prompt, *text] for text in texts])
-        logits = MODEL.forward(weights(seed)["params"], whole).logits_BTV
+        logits = forward(weights(seed)["params"], whole).logits_BTV
         log_probs = np.asarray(jax.nn.log_softmax(logits / HEAT))[:, len(prompt) - 1 : -1]
         chosen = np.take_along_axis(log_probs, np.array(texts)[..., None], axis=-1)
         joint = np.exp(chosen.sum((1, 2), dtype=np.float64))
@@ -122,7 +123,7 @@ MUTANTS = {"advance": (wrong_state, replayed_twice), "append": (stale_input,)}
 def error_of_calls():
     """Returns the largest error of logits when each call's last token is wrong and then removed."""
     text_BT = jnp.asarray(np.random.default_rng(0).integers(0, V, size=(1, 103)))
-    expected_BTV = MODEL.forward(weights(5)["params"], text_BT).logits_BTV
+    expected_BTV = forward(weights(5)["params"], text_BT).logits_BTV
     call, cache, error = (
         jax.jit(lambda *given, **more: MODEL(*given, **more)),
         MODEL.init_cache(1, 128),

@@ -68,7 +68,6 @@ def target_params():
     return drawn_params(TARGET, 5)
 
 
-init = jax.jit(FeatureHead.init, static_argnums=0)
 forward = jax.jit(TARGET.forward)
 
 
@@ -104,7 +103,7 @@ def decoded_logits(head, params, target_params, tokens_T, row):
 def test_a_step_sees_what_decoding_would_see(head, row, target_params):
     """Every step has the logits of the loop's calls, compared with the target's right row."""
     ids = IDS if head.config.draft_vocab_size else None
-    params = init(head, jax.random.key(1))
+    params = drawn_params(head, 1)
     if ids is not None:
         params = params | {DRAFT_IDS: jnp.asarray(ids)}
     task = TrainHead(head=head, target=TARGET, test_steps=STEPS)
@@ -128,7 +127,7 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
 def test_modules_see_what_decoding_would_see(target_params):
     """Each module is one position further, has its own cache, and never sees later rows."""
     head, row = MTPConfig(**SHAPE, hidden_layers=(LAYERS,), num_modules=STEPS).head(), 6
-    params = head.init(KEY)
+    params = drawn_params(head)
     task = TrainHead(head=head, target=TARGET, test_steps=STEPS)
     _, trained = jax.jit(task._steps)(head.training_weights(params, None), target_params, TOKENS)
     weights, cache, start_B = head.prepare(params), head.init_cache(2, 16), jnp.zeros(2, jnp.int32)
@@ -147,9 +146,7 @@ def loss_and_distributions(task, target_params, ids=None):
     """Returns a task's loss and numbers, the head's distributions after each step, and the
     target's.
     """
-    params = {
-        name: leaf for name, leaf in init(task.head, jax.random.key(1)).items() if name != DRAFT_IDS
-    }
+    params = {name: leaf for name, leaf in drawn_params(task.head, 1).items() if name != DRAFT_IDS}
     loss, metrics = jax.jit(task.loss)(params, task.teacher(target_params, ids), TOKENS, KEY)
     weights = task.head.training_weights(params, None if ids is None else jnp.asarray(ids))
     _, features = jax.jit(task._steps)(weights, target_params, TOKENS)
@@ -204,7 +201,7 @@ def test_the_most_frequent_tokens_are_kept():
 
 def test_a_medusa_head_learns_from_the_loss_of_its_offset_alone(target_params):
     """The weight of an offset scales the gradient of its head."""
-    params, teacher = MEDUSA_TASK.init(KEY), MEDUSA_TASK.teacher(target_params)
+    params, teacher = drawn_params(MEDUSA_TASK), MEDUSA_TASK.teacher(target_params)
     of_decay = [dataclasses.replace(MEDUSA_TASK, decay=decay) for decay in (1.0, 0.5)]
     whole, half = (
         jax.jit(jax.grad(task.loss, has_aux=True))(params, teacher, ROWS, KEY)[0]

@@ -14,6 +14,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.together import DRAFT, TARGET, TrainTogether
 from specsamp.training.training_task import TrainModel
+from support.weights import drawn_params
 from training.test_eagle import KEY, LENGTH, MODULE, REDUCED, TOKENS, V
 from training.test_eagle import TARGET as MODEL
 
@@ -41,7 +42,7 @@ def of_draft(drafting, draft, target):
 )
 def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pull):
     task = TrainTogether(drafting=drafting, weight=0.7, pull=pull)
-    params = task.init(KEY)
+    params = drawn_params(task)
     (loss, told), found = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(
         params, None, TOKENS, KEY
     )
@@ -65,7 +66,7 @@ def test_what_would_have_no_effect_is_refused():
 
 @pytest.mark.slow
 def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
-    params, target = MODULE.init(KEY), MODEL.init(jax.random.key(1))
+    params, target = drawn_params(MODULE), drawn_params(MODEL, 1)
     found = jax.jit(MTP.loss)(params, MTP.teacher(target), TOKENS, KEY)[0]
     weights, prepared = MODULE.training_weights(params, None), {"params": target}
     _, features_SBTD = MTP._steps(weights, target, TOKENS)
