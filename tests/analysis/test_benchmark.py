@@ -76,7 +76,7 @@ def test_all_calls_of_a_round_are_timed(result):
     assert min(part.lower for part in (split.draft, split.score, split.step)) > 0
 
 
-def test_the_calls_of_a_round_are_compared_within_a_turn():
+def test_calls_of_a_round_are_compared_per_turn():
     split = RoundSplit.of(draft=[1.0, 4.0], score=[3.0, 8.0], step=[2.0, 4.0])
     assert split.least_round.median == (4 / 2 + 12 / 4) / 2 and split.draft.median == 2.5
 
@@ -107,7 +107,7 @@ def test_calls_that_do_not_fit_are_left_out(pair, monkeypatch):
         )
 
 
-def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, tmp_path):
+def test_profile_names_the_scopes_of_a_round(pair, tmp_path):
     method = Method(drafter=ModelDrafter(pair.draft, K), sampling=SAMPLING)
     (decoder,) = decoders(pair, {"speculative": method}, WORK).values()
     write_profile(decoder, tmp_path)
@@ -119,7 +119,7 @@ def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, t
 
 
 @pytest.mark.parametrize("K", [0, 3])
-def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch, K):
+def test_greedy_texts_of_both_sides_are_equal(pair, result, monkeypatch, K):
     """Without a draft both sides are also the same program: a test of the benchmark itself."""
     # As under JAX_DISABLE_JIT, but compiled.
     monkeypatch.setattr(benchmark_module, "_split", lambda *_: None)
@@ -137,7 +137,7 @@ def test_workloads_are_checked(pair):
         benchmark(pair, Method(drafter=NoDrafter(), rule=TokenRule(), sampling=SAMPLING), long)
 
 
-def test_a_target_that_has_no_distribution_is_not_a_quick_one(pair):
+def test_target_with_nan_logits_is_refused(pair):
     """Its rows end before the first token."""
     broken = dataclasses.replace(pair, target_params=jnp.full_like(pair.target_params, jnp.nan))
     with pytest.raises(ValueError, match="the target's logits hold NaN"):

@@ -49,7 +49,7 @@ def choose(pair, prompts=PROMPTS, **options):
     )
 
 
-def test_what_was_measured_is_what_adaptive_lengths_begin_with(pair, clocks):
+def test_adaptive_lengths_begin_with_the_measured_costs(pair, clocks):
     ran = clocks({0: 1.0, 1: 1.1, 4: 1.5})
     found = choose(pair)
     # In turn; the first turn compiles.
@@ -79,7 +79,7 @@ def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
     assert choose(pair) == "of the first"
 
 
-def test_the_noise_is_not_that_of_the_completions(pair, clocks):
+def test_calibration_noise_differs_from_completions(pair, clocks):
     """K does not depend on the random numbers that decide the completions."""
     ran = clocks({0: 1.0, 1: 1.0})
     choose(pair, lengths=(0, 1))
@@ -87,7 +87,7 @@ def test_the_noise_is_not_that_of_the_completions(pair, clocks):
     assert [request.seed for request in requests] == [draft_length.SEED] * 2
 
 
-def test_what_is_not_compiled_has_no_costs(pair):
+def test_choosing_a_length_without_jit_is_refused(pair):
     with (
         jax.disable_jit(),
         pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"),
@@ -98,7 +98,7 @@ def test_what_is_not_compiled_has_no_costs(pair):
 # Costs of rounds from single calls.
 
 
-def test_a_round_scores_one_position_more_than_it_drafts():
+def test_round_scores_one_position_more():
     costs = PerCall(target_ms={8: 16.0, 1: 10.0, 2: 12.0, 4: 16.0}, draft_ms=0.5)
     assert [costs.round_ms(K) for K in (0, 1, 2, 3, 7)] == [10, 12.5, 15, 17.5, 19.5]
     assert PerCall.from_json(report.as_json(costs)) == costs

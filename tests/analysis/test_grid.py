@@ -86,7 +86,7 @@ def stored(path):
     return json.loads(pathlib.Path(path).read_text())
 
 
-def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
+def test_interrupted_grid_continues_at_the_next_cell(tmp_path, outcomes):
     path = str(tmp_path / "new" / "grid.json")
     calls = outcomes({"n": 1}, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -104,7 +104,7 @@ def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
     assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}
 
 
-def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcomes):
+def test_cells_are_measured_again_only_on_request(tmp_path, outcomes):
     path = str(tmp_path / "grid.json")
     outcomes({"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}, KeyboardInterrupt())
     measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes)
@@ -142,7 +142,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     assert path.read_text() == text and len([*tmp_path.iterdir()]) == 1
 
 
-def test_an_empty_file_and_a_device_hold_nothing_yet(tmp_path):
+def test_empty_output_file_has_no_cells(tmp_path):
     (tmp_path / "empty").touch()
     for path in (str(tmp_path / "empty"), "/dev/null"):
         results = grid.Results.open(path, IDENTITY)
@@ -182,7 +182,7 @@ def test_cells_of_another_machine_are_refused(tmp_path):
     assert grid.Results.open(path, {"machine": {"id": "a"}}).cells
 
 
-def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_path, outcomes):
+def test_cell_out_of_memory_is_recorded(tmp_path, outcomes):
     path = str(tmp_path / "grid.json")
     full = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nand more"

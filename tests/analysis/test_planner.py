@@ -102,7 +102,7 @@ def drawn_texts(rates, rounds, K, random):
     return [stats(np.bincount(n, minlength=K + 1)) for n in accepted]
 
 
-def test_each_length_has_the_profile_that_was_counted_up_to_it():
+def test_each_draft_length_has_its_own_profile():
     by_length = {K: Profile.of_rate(K / 10) for K in (8, 1, 4)}
     found = {K: profile_at(by_length, K).beyond for K in (0, 1, 2, 4, 7, 8, 12)}
     assert found == {0: 0.1, 1: 0.1, 2: 0.1, 4: 0.4, 7: 0.4, 8: 0.8, 12: 0.8}
@@ -112,7 +112,7 @@ def test_each_length_has_the_profile_that_was_counted_up_to_it():
     ].tokens_per_round(4)
 
 
-def test_bands_cover_the_truth_as_often_as_they_say():
+def test_bands_cover_the_truth_at_their_rate():
     """Intervals cover the truth in 95% of 400 data sets, for counts and for texts; the control
     halves the error.
     """
@@ -131,7 +131,7 @@ def test_bands_cover_the_truth_as_often_as_they_say():
     assert 0.88 < np.mean(covered) < 0.99 and np.mean(covered_by_half) < 0.8
 
 
-def test_bands_hold_the_errors_of_acceptance_and_of_clocks():
+def test_bands_include_errors_of_acceptance_and_clocks():
     known, counted = Profile.of_rate(0.7), dataclasses.replace(Profile.of_rate(0.7), error=0.03)
     sure, unsure = PerCall(1, 0.1), dataclasses.replace(PerCall(1, 0.1), error=0.05)
 

@@ -27,7 +27,7 @@ def test_no_tree_of_seven_rows_is_better():
         ) == pytest.approx(best)
 
 
-def test_the_tree_that_pays_depends_on_what_rows_and_levels_cost():
+def test_best_tree_depends_on_costs():
     free_rows, chain = choose_shape(
         RANKS, lambda depth, rows: 10 + depth, most_rows=16, most_depth=6
     )
