@@ -177,7 +177,7 @@ def test_a_key_with_two_values_is_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize("size", [4, 7, 9, 16])
-def test_a_block_of_another_size_than_its_file_drafts_is_refused(tmp_path, size):
+def test_block_size_unlike_the_file_is_refused(tmp_path, size):
     """No tensor shows the block size, and a head with a wrong size drafts noise."""
     folder = shutil.copytree(ASSETS / "python" / "block", tmp_path / "head")
     target = load_pair("python").target.config
@@ -199,7 +199,7 @@ def test_windows_of_z_lab(tmp_path):
     ] and not config.windows_both_ways
 
 
-def test_a_head_of_deepspec_drafts_from_its_first_row(tmp_path):
+def test_deepspec_head_drafts_from_its_first_row(tmp_path):
     config = open_head(toy(tmp_path, DEEPSPEC, markov=True), TOY_TARGET).config
     assert (
         config.kind == "DSpark"

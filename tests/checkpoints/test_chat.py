@@ -78,7 +78,7 @@ def test_mistral():
         template(MISTRAL).render([ASK, MORE])
 
 
-def test_what_templates_find_besides():
+def test_templates_have_functions_and_settings():
     assert template("{{ messages | tojson }}").render([{"role": "user", "content": "<é>"}]) == (
         '[{"role": "user", "content": "<é>"}]'
     )
@@ -102,7 +102,7 @@ def test_what_templates_find_besides():
     assert template("  {% if true %}\n  a\n  {% endif %}\nb").render([ASK]) == "  a\nb"
 
 
-def test_tools_and_documents_are_none_where_a_conversation_has_none():
+def test_absent_tools_and_documents_are_none():
     """Templates test `tools is not none`, which is true of an undefined variable."""
     text = "{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}"
     assert template(text).render([ASK]) == "True True True"
@@ -142,13 +142,13 @@ def short(no_process, monkeypatch):
 
 
 @pytest.mark.parametrize("source", (FOLDER / "hostile.txt").read_text().splitlines())
-def test_what_a_template_may_not_do(short, source):
+def test_templates_are_sandboxed(short, source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
-def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, is_blocked):
+def test_template_time_limit_needs_no_signal(short, is_blocked):
     """A program that has started libtpu ignores the signal."""
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     before = signal.signal(signal.SIGPROF, signal.SIG_DFL if is_blocked else signal.SIG_IGN)
@@ -162,7 +162,7 @@ def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, i
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
 
 
-def test_limits_are_those_of_one_conversation(short):
+def test_limits_count_one_conversation_alone(short):
     """Earlier conversations do not count, and the next one after a timeout is rendered."""
     source = (
         "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
@@ -222,7 +222,7 @@ def test_a_process_that_ended_while_idle_is_replaced(worker):
     assert template("next").render([ASK]) == "next"
 
 
-def test_a_process_that_ends_within_a_template_is_replaced_once(worker):
+def test_ended_template_process_is_replaced_once(worker):
     os.kill(worker.pid, signal.SIGSTOP)
     timer = threading.Timer(0.1, worker.kill)
     timer.start()
@@ -230,7 +230,7 @@ def test_a_process_that_ends_within_a_template_is_replaced_once(worker):
     timer.join()
 
 
-def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatch, tmp_path):
+def test_unusable_template_is_an_error(no_process, monkeypatch, tmp_path):
     """A chat model would otherwise be used for plain completion."""
     (tmp_path / "jinja2.py").write_text("import no_such_library\n")
     assert not knows_conversations(ByteTokenizer())
@@ -279,7 +279,7 @@ def test_templates_end_by_the_clock(worker, monkeypatch):
     assert template("next").render([ASK]) == "next"
 
 
-def test_where_the_process_is_busy_a_conversation_is_refused(worker, monkeypatch):
+def test_conversation_is_refused_while_template_process_is_busy(worker, monkeypatch):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
     with chat._worker.lock, pytest.raises(CannotRender, match="busy for 0.5 seconds: try again$"):
         template("second").render([ASK])
@@ -303,7 +303,7 @@ def test_where_the_process_is_busy_a_conversation_is_refused(worker, monkeypatch
         ),
     ],
 )
-def test_messages_that_are_none(messages, message):
+def test_invalid_messages_are_refused(messages, message):
     with pytest.raises(ValueError, match=message):
         template(LLAMA3).render(messages)
 
@@ -312,7 +312,7 @@ def write(folder, **content):
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
 
 
-def test_where_templates_are_found(tmp_path):
+def test_template_is_read_from_each_known_file(tmp_path):
     place = epath.Path(tmp_path)
     assert read_chat_template(place) is None
     write(tmp_path, eos_token="</s>")

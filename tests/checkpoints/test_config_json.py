@@ -30,7 +30,7 @@ def read(name, **changes):
 @pytest.mark.parametrize(
     "name, key", [(name, key) for name, keys in DEFAULTS.items() for key in keys]
 )
-def test_an_absent_key_is_read_as_the_default_of_transformers(name, key):
+def test_absent_key_has_the_default_of_transformers(name, key):
     """A wrong default is a silent error: once, a Mixtral without rope_theta had another base."""
     config = golden.read(name).config
     given = {
@@ -50,7 +50,7 @@ def test_an_absent_key_is_read_as_the_default_of_transformers(name, key):
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "gpt_neox", "mixtral"])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_an_original_length_beside_the_scaling_counts_before_one_within(name, key, kind):
+def test_outer_original_length_overrides_the_inner(name, key, kind):
     within = read(name, **{key: SCALINGS[kind] | {ORIGINAL: 16}})
     assert within.rotary_scaling.original_positions == 16
     assert read(name, **{key: SCALINGS[kind] | {ORIGINAL: 8}, ORIGINAL: 16}) == within
@@ -60,7 +60,7 @@ def test_an_original_length_beside_the_scaling_counts_before_one_within(name, ke
     assert neither.rotary_scaling.original_positions == neither.max_positions
 
 
-def test_gemma_3_keeps_the_original_length_of_its_kind_of_layer():
+def test_gemma_3_keeps_original_lengths_per_layer_kind():
     rope = dict(
         golden.read("gemma3").config["rope_parameters"],
         full_attention=SCALINGS["yarn"] | {ORIGINAL: 8},
@@ -171,7 +171,7 @@ def test_a_mistral_may_have_layers_without_a_window():
 @pytest.mark.parametrize(
     "name, others", [("mixtral", "full_attention"), ("qwen3_moe", "sliding_attention")]
 )
-def test_a_list_of_layers_that_transformers_does_not_read_is_refused(name, others):
+def test_ignored_layer_list_is_refused(name, others):
     """In transformers, all layers of a Mixtral have the window or none has, despite any list."""
     usual = {"mixtral": "sliding_attention", "qwen3_moe": "full_attention"}[name]
     count = golden.read(name).config["num_hidden_layers"]

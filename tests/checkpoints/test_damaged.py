@@ -209,7 +209,7 @@ def test_damaged_headers(tmp_path):
             read_header(with_header(header))
 
 
-def test_a_config_that_contradicts_the_tensors(saved):
+def test_config_contradicting_the_tensors_is_refused(saved):
     edit(
         saved / "config.json",
         lambda config: config.update(intermediate_size=96, num_key_value_heads=4),
@@ -242,7 +242,7 @@ def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor", [UP, "lm_head.weight", "model.norm.weight"])
-def test_weights_that_are_no_numbers_are_named_while_they_are_read(saved, tensor, number):
+def test_weights_of_nan_are_named_while_reading(saved, tensor, number):
     """They are named in float, and in int8, where they enter the scales."""
 
     def damage(tensors):
@@ -287,7 +287,7 @@ def test_names_without_their_prefix(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read(folder), expected)
 
 
-def test_experts_that_are_missing_or_too_many_are_named_in_one_line(tmp_path):
+def test_wrong_number_of_experts_is_named(tmp_path):
     folder = golden.read("qwen3_moe").write_checkpoint(tmp_path)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     third = tensors.pop(name := "model.layers.0.mlp.experts.3.up_proj.weight")

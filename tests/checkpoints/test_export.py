@@ -27,7 +27,7 @@ UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_w
 
 
 @pytest.mark.parametrize("config", [CONFIG, UNGATED], ids=["llama", "arcee"])
-def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
+def test_exported_model_is_read_unchanged(config, tokenizer, tmp_path):
     params = random_params(config)
     export(tmp_path, config, params, tokenizer)
     checkpoint = open_checkpoint(tmp_path, dtype="float32")
@@ -48,7 +48,7 @@ def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
     ],
     ids=str,
 )
-def test_what_has_no_counterpart_is_named(change, named, tmp_path):
+def test_export_names_fields_without_counterpart(change, named, tmp_path):
     with pytest.raises(ValueError, match=f"LlamaForCausalLM has no counterpart of {named}"):
         export(tmp_path, dataclasses.replace(CONFIG, **change), {})
     with pytest.raises(WrongShapes, match="layer_0/mlp/gate: absent"):
@@ -113,7 +113,7 @@ def numbered(config):
     ],
     ids=["medusa", "mtp", "two modules"],
 )
-def test_what_is_written_is_read_again(config, file, tensor, tmp_path):
+def test_exported_head_is_read_again(config, file, tensor, tmp_path):
     """An export replaces any other head in the folder."""
     params = numbered(config)
     (tmp_path / "pytorch_model.bin").write_bytes(b"of another head")

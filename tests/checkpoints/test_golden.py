@@ -44,7 +44,7 @@ def distance(logits, expected):
 @pytest.mark.parametrize(
     "name", slow_but(golden.NAMES, *ONE_BY_ONE, "gemma4", "gpt_oss", "mimo", "qwen3_moe")
 )
-def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
+def test_logits_and_greedy_text_equal_transformers(name, folder):
     """The logits agree in one pass, and in chunks over a stale cache with a repeated last chunk;
     then the greedy text agrees.
     """
@@ -80,7 +80,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
         )
 
 
-def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
+def test_drafted_greedy_text_equals_transformers(folder):
     """Gemma 3 mixes layers: windows are shorter than the prompt, and drafts are rejected."""
     model, params = read("gemma3", folder)
     theirs = golden.read("gemma3")
@@ -92,7 +92,7 @@ def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
     assert all(completion.stats.drafted > completion.stats.accepted for completion in completions)
 
 
-def test_all_golden_files_are_small_and_no_family_is_missing():
+def test_golden_files_are_small_and_complete():
     assert sum(path.stat().st_size for path in golden.FOLDER.iterdir()) < 2e6
     alone = {name for name, family in FAMILIES.items() if family.text is None}
     assert {golden.read(name).config["architectures"][0] for name in golden.NAMES} == alone

@@ -152,7 +152,7 @@ TEMPLATE = """
 
 
 @extras.needs("jinja2")
-def test_a_template_of_the_kind_of_gpt_oss_is_rendered():
+def test_template_like_gpt_oss_is_rendered():
     unit = {"type": "string", "enum": ["C", "F"]}
     properties = {"city": {"type": "string"}, "unit": unit}
     parameters = {"type": "object", "properties": properties, "required": ["city"]}

@@ -178,20 +178,20 @@ def test_medusa_in_both_layouts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "google/gemma-3-27b-it"])
-def test_medusa_for_a_target_of_windows_and_sinks_has_neither(name):
+def test_medusa_head_has_no_windows_or_sinks(name):
     target = published_config(name, "float32")
     _, head = parse_head("config.json", {"medusa_num_heads": 2}, target, "float32", ())
     assert head.layer.window is None
     assert not head.layer.attention_sinks
 
 
-def test_layers_that_are_named_as_outputs(tmp_path):
+def test_hidden_layers_are_named_as_outputs(tmp_path):
     """Layers are counted as in SpecForge."""
     folder = toy_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4, 8]})
     assert open_head(folder, TOY_TARGET).config.hidden_layers == (0, 4, 8)
 
 
-def test_an_embedding_that_repeats_the_targets_is_not_read(tmp_path):
+def test_embedding_of_the_target_is_not_read(tmp_path):
     folder = toy_eagle3(tmp_path)
     same = open_head(folder, TOY_TARGET).tensors["embed_tokens.weight"]
     assert not open_head(folder, TOY_TARGET, target_embedding=same).config.own_embedding
@@ -262,7 +262,7 @@ def test_hostile_pickles_are_refused_and_nothing_runs(tmp_path):
     assert len(cases) == 13
 
 
-def test_files_that_are_no_archive_of_torch(tmp_path):
+def test_files_other_than_torch_archives_are_refused(tmp_path):
     (tmp_path / "x.bin").write_bytes(pickle.dumps({"w": 1}))
     with pytest.raises(ValueError, match="older than PyTorch 1.6 .*zip"):
         read_pickle(epath.Path(tmp_path / "x.bin"))

@@ -44,9 +44,7 @@ def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
 
 
 @pytest.mark.parametrize("name, model", [(None, 4), ("gpt2", 4), ("gpt_neox", 2), ("qwen3_moe", 4)])
-def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(
-    original, name, model, tmp_path, monkeypatch
-):
+def test_mesh_reads_every_part_once(original, name, model, tmp_path, monkeypatch):
     """Each device reads its own slices, also of joined queries, keys and values, and of experts."""
     asked = []
     read = Tensor.read
@@ -118,7 +116,7 @@ def test_stop_tokens_of_the_generation_config_come_first(saved, tokenizer):
         open_checkpoint(saved)
 
 
-def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
+def test_stop_tokens_are_of_tokenizer_and_template(saved):
     """Some instruction-tuned models have only the end of a document in generation_config.json."""
     names = ("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<|return|>")
     whole = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
@@ -153,13 +151,13 @@ def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     assert stops()[1:] == (eot,), "after that of config.json"
 
 
-def test_names_that_are_no_checkpoint(monkeypatch):
+def test_names_without_checkpoint_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="pip install huggingface_hub"):
         open_checkpoint("someone/model")
 
 
-def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypatch, tmp_path):
+def test_hub_model_is_downloaded_weights_last(original, params, monkeypatch, tmp_path):
     """The small files come first: their faults cost no download of gigabytes."""
     asked = []
 

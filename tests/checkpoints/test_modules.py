@@ -104,9 +104,7 @@ def expected_logits(name, folder, place, tokens, hidden_TD):
 
 
 @pytest.mark.parametrize("name", slow_but(FAMILIES, "mimo", "qwen3_5"))
-def test_a_module_of_a_checkpoint_is_a_layer_of_its_target_between_its_own_ends(
-    name, folder, tmp_path
-):
+def test_module_of_a_checkpoint_has_expected_logits(name, folder, tmp_path):
     path = write(name, folder)
     tokens = golden.read(name).tokens_BT[0, :T]
     checkpoint = open_checkpoint(path, dtype="float32")
@@ -130,7 +128,7 @@ def test_a_module_of_a_checkpoint_is_a_layer_of_its_target_between_its_own_ends(
     assert error < CLOSE * np.abs(expected_TV).max()
 
 
-def test_modules_of_mimo_that_do_not_fit_are_refused(folder, tmp_path):
+def test_unfitting_modules_of_mimo_are_refused(folder, tmp_path):
     other = golden.read("mimo").write_checkpoint(tmp_path)
     target = open_checkpoint(write("mimo", folder)).config
     for change, message in (
@@ -143,7 +141,7 @@ def test_modules_of_mimo_that_do_not_fit_are_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ("mimo", "qwen3_5"))
-def test_a_checkpoint_without_its_module_is_a_target_alone(name, folder, tmp_path):
+def test_checkpoint_without_module_is_a_target(name, folder, tmp_path):
     path, prefix = write(name, folder), FAMILIES[name]["prefix"].partition("layers")[0]
     tensors = load_file(path / "model.safetensors")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())

@@ -38,7 +38,7 @@ def problems(**fields):
     return tuple(one.problem for one in found)
 
 
-def test_what_loads(hub):
+def test_known_names_load(hub):
     assert problems(chat=True) == problems(draft="some/head", is_head=True) == (None, None)
     assert problems(target=str(hub.folder / "some/target")) == (None, None)
     assert not list(hub.cache.glob("**/*.safetensors"))
@@ -75,7 +75,7 @@ def test_tuned_models_need_a_chat_template(hub):
     assert problems(chat=True)[0].startswith("no chat template") and problems()[0] is None
 
 
-def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_path):
+def test_doctor_checks_each_public_name(hub, tmp_path):
     output = tmp_path / "names.json"
     done = succeed(
         "doctor",

@@ -71,14 +71,14 @@ def test_a_nested_checkpoint_is_its_text_model(name, renamed, image, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read_params(nested, model), expected)
 
 
-def test_an_unknown_part_of_a_nested_checkpoint_is_refused(tmp_path):
+def test_unknown_part_of_nested_checkpoint_is_refused(tmp_path):
     folder = write("gemma3", tmp_path / "nested", newer, "model.adapter.a.weight")
     with pytest.raises(ValueError, match="not part of the model: model.adapter.a.weight"):
         open_checkpoint(folder).tensors
 
 
 @pytest.mark.parametrize("name", OUTER)
-def test_absent_keys_of_a_text_config_have_the_values_of_transformers(name):
+def test_absent_text_config_keys_have_transformers_defaults(name):
     given = {"hidden_size_per_layer_input": 0} if name == "gemma4" else {}  # otherwise refused
     config = parse_config("config.json", OUTER[name] | dict(text_config=given), "float32")[1]
     assert tuple(getattr(config, size) for size in SIZES) == USUAL[name]
@@ -97,7 +97,7 @@ def test_a_unified_gemma_4_is_the_text_model_with_other_defaults():
     assert parse_config("config.json", found, "float32")[1].window == 1024
 
 
-def test_the_outer_key_ties_embeddings_before_the_inner_one():
+def test_outer_key_decides_on_tied_embeddings():
     def tied(name, outer, **text):
         return parse_config("config.json", config_of(name, outer, **text), "float32")[1].tied
 
@@ -122,7 +122,7 @@ def test_another_text_config_is_refused(outer, message):
         parse_config("config.json", config_of("gemma3", outer), "float32")
 
 
-def test_experts_in_shared_tensors_are_those_in_separate_tensors(tmp_path):
+def test_experts_in_shared_tensors_equal_separate_ones(tmp_path):
     """Public files of Qwen 3.5 have both forms; their modules of MTP are not read."""
     flat = golden.read("qwen3_5_moe").write_checkpoint(tmp_path / "flat")
     tensors, joined = load_file(flat / "model.safetensors"), tmp_path / "joined"

@@ -58,7 +58,7 @@ def restored(params):
     return read_pair_tensors(write_pair_tensors(params), in_int8=False)
 
 
-def test_no_weight_moves_by_more_than_half_a_step(params):
+def test_int8_weights_move_half_a_step_at_most(params):
     """The largest weight of a channel becomes 127; a channel of zeros stays zero."""
     stored, weights = write_pair_tensors(params["target"]), flatten_dict(params["target"], sep="/")
     assert {name for name in weights if stored[name].dtype == np.float32} == {
@@ -138,7 +138,7 @@ def test_missing_and_truncated_files_are_named(saved, name):
         load_pair(saved)
 
 
-def test_weights_that_are_not_of_the_pair_are_named(saved):
+def test_weights_of_another_pair_are_named(saved):
     """The error names both shapes, or the weight that lacks scales."""
     edit(
         saved / "pair.json",
@@ -196,7 +196,7 @@ def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "read, what", [(load_pair, "a pair"), (find_folder, "a checkpoint"), (place, "a file")]
 )
-def test_what_is_no_name_is_refused(read, what, name):
+def test_invalid_pair_name_is_refused(read, what, name):
     with pytest.raises(ValueError, match=f"{what} must be a path or a name; got {name}"):
         read(name)
 

@@ -43,7 +43,7 @@ def refuse_to_read(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokenizer):
+def test_public_pair_never_writes_padding_tokens(original, draft, tokenizer):
     """The embeddings of target and draft have 304 and 288 rows, and the tokenizer 279 tokens."""
     said = []
     pair = read_pair(original, draft, dtype="float32", say=said.append)
@@ -71,7 +71,7 @@ def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokeni
         assert (logits[..., 279:] == -np.inf).all() and np.isfinite(logits[..., :279]).all()
 
 
-def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, tmp_path):
+def test_stop_tokens_are_the_targets_and_differences_reported(original, draft, tmp_path):
     target = shutil.copytree(original, tmp_path / "target")
     (target / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     said = []
@@ -121,7 +121,7 @@ def rename_added(content):
     ],
     ids=["merges", "vocabulary", "added"],
 )
-def test_tokenizers_that_differ_are_refused_before_anything_is_read(
+def test_different_tokenizers_are_refused_before_reading(
     original, draft, change, message, monkeypatch
 ):
     edit(draft / "tokenizer.json", change)
@@ -130,7 +130,7 @@ def test_tokenizers_that_differ_are_refused_before_anything_is_read(
         read_pair(original, draft)
 
 
-def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
+def test_equal_tokenizers_in_other_formats_are_accepted(original, draft):
     """Merges are pairs or texts, a post-processor may be absent; another normalizer is reported."""
     assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
 
@@ -149,7 +149,7 @@ def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
     )
 
 
-def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
+def test_added_tokens_without_embedding_are_reported(original, draft, tmp_path):
     """Gemma 3's text models have a placeholder for images: 262145 tokens for 262144 rows."""
     target = shutil.copytree(original, tmp_path / "target")
     edit(target / "config.json", lambda content: content.update(vocab_size=279))
@@ -177,7 +177,7 @@ def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft
         open_checkpoint(target)
 
 
-def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, monkeypatch):
+def test_damaged_draft_is_found_before_reading_the_target(original, draft, monkeypatch):
     (draft / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes()[:-9])
     monkeypatch.setattr(hugging_face.Tensor, "read", None)
     with pytest.raises(ValueError, match="draft/model.safetensors is damaged"):
@@ -199,7 +199,7 @@ def small_gigabytes(monkeypatch):
     monkeypatch.setattr(orbax, "GB", 10_000)
 
 
-def test_a_converted_checkpoint_is_the_same_on_any_mesh(
+def test_converted_checkpoint_is_equal_on_any_mesh(
     original, draft, params, tmp_path, small_gigabytes
 ):
     checkpoint = open_checkpoint(original, dtype="float32")
@@ -239,7 +239,7 @@ def head_folder(tmp_path):
     return write_random_head(tmp_path / "head", "org/a-target")
 
 
-def test_a_target_and_a_head_write_the_targets_text(original, head_folder):
+def test_public_head_leaves_the_text_unchanged(original, head_folder):
     said = []
     pair = read_pair(original, head_folder, is_head=True, dtype="float32", say=said.append)
     assert len(said) == 1 and "was trained for org/a-target" in said[0]
@@ -248,6 +248,6 @@ def test_a_target_and_a_head_write_the_targets_text(original, head_folder):
     assert made.tokens == plain.tokens and made.stats.drafted > 0
 
 
-def test_a_head_of_another_target_is_refused_before_tensors_are_read(draft, head_folder):
+def test_head_of_another_target_is_refused_early(draft, head_folder):
     with pytest.raises(ValueError, match="vocab_size = 304, but the target's vocabulary is 288"):
         read_pair(draft, head_folder, is_head=True, dtype="float32")

@@ -11,7 +11,7 @@ def pair():
     return load_pair("python")
 
 
-def test_its_greedy_text_does_not_depend_on_the_draft(pair):
+def test_shipped_pair_greedy_text_ignores_the_draft(pair):
     prompt = load_prompts("python")[1:2]
     plain, drafted = (
         generate(pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3)
@@ -25,7 +25,7 @@ def head_pair():
 
 
 @pytest.mark.slow
-def test_greedy_text_does_not_depend_on_the_head_and_it_drafts(head_pair, pair):
+def test_shipped_head_drafts_and_keeps_greedy_text(head_pair, pair):
     prompt = load_prompts("python")[1:2]
     plain, drafted = (
         generate(head_pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3)

@@ -73,7 +73,7 @@ def logits_by_numpy(embedded_TD, hidden):
     return normed(x_TD, w["norm.weight"]) @ w["lm_head.weight"].T
 
 
-def test_logits_are_those_of_an_independent_reading_of_the_file():
+def test_smollm2_head_logits_equal_numpy():
     checkpoint = open_head("smollm2-head", TARGET, dtype="float32")
     head = checkpoint.config.head()
     assert head.hidden_layers == (1, 14, 26) and head.config.draft_vocab_size == 8192
@@ -91,7 +91,7 @@ def test_logits_are_those_of_an_independent_reading_of_the_file():
     assert_allclose(head.expand(weights, ours)[:, checkpoint.draft_ids], ours)
 
 
-def test_its_name_is_a_folder_of_the_package_and_its_files_name_its_target():
+def test_smollm2_head_names_its_target():
     assert find_folder("smollm2-head") == (FOLDER, False)
     pair = hf.find("smollm2")
     verifier = json.loads((FOLDER / "config.json").read_text())["speculators_config"]["verifier"]

@@ -34,7 +34,7 @@ def matched(target, draft):
 
 
 @pytest.mark.parametrize("target, draft", [*itertools.permutations(STYLES, 2), ("qwen", "qwen")])
-def test_a_text_in_draft_ids_has_the_bytes_of_the_text(target, draft):
+def test_draft_ids_have_the_bytes_of_the_text(target, draft):
     vocabulary, ours, theirs = (
         matched(target, draft),
         TokenBytes(tokenizer(target), ""),
@@ -53,7 +53,7 @@ def test_a_text_in_draft_ids_has_the_bytes_of_the_text(target, draft):
 
 
 @pytest.mark.parametrize("target, draft", [("llama3", "llama2"), ("gemma", "qwen")])
-def test_ends_are_matched_and_other_special_tokens_are_not_read(target, draft):
+def test_only_end_tokens_are_matched_among_special_ones(target, draft):
     vocabulary, ours, theirs = matched(target, draft), tokenizer(target), tokenizer(draft)
     assert vocabulary.draft_ids_V[ours.eos_id] == theirs.eos_id
     assert vocabulary.read([ours.eos_id]) == [theirs.eos_id]
@@ -63,7 +63,7 @@ def test_ends_are_matched_and_other_special_tokens_are_not_read(target, draft):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_added_tokens_that_are_not_special_are_the_text_that_they_decode_to(style):
+def test_ordinary_added_tokens_are_matched_by_text(style):
     """Gemma and GPT-NeoX have added tokens for several spaces, in different spellings."""
     given = tokenizers.Tokenizer.from_str(tokenizer(style).to_json())
     names = ["▁▁", "▁▁▁▁▁▁", "  ", "\n\n", "<table>", "<｜User｜>", "é"]
@@ -80,7 +80,7 @@ def test_added_tokens_that_are_not_special_are_the_text_that_they_decode_to(styl
     assert spaces == (b"  " if style in ("llama2", "gemma") else "▁▁".encode())
 
 
-def test_bytes_with_two_tokens_are_the_one_that_is_written():
+def test_byte_with_two_tokens_matches_the_written_one():
     """The letter A is both an ordinary token and a fallback for its byte."""
     gemma = tokenizer("gemma")
     letter, byte = gemma.token_id("A"), gemma.token_id("<0x41>")
@@ -90,13 +90,13 @@ def test_bytes_with_two_tokens_are_the_one_that_is_written():
     assert vocabulary.read([byte]) == vocabulary.read([letter])
 
 
-def test_equal_tokenizers_share_all_that_is_read():
+def test_equal_tokenizers_share_all_read_tokens():
     vocabulary = matched("qwen", "qwen")
     assert vocabulary.reading_VM.shape[1] == 1 and vocabulary.ids_per_token == 1
     assert vocabulary.num_shared == (vocabulary.reading_VM[:, 0] >= 0).sum()
 
 
-def test_of_long_tokens_the_last_ids_are_read_and_counted(monkeypatch):
+def test_long_tokens_are_read_by_their_last_ids(monkeypatch):
     whole = matched("llama3", "gpt2")
     monkeypatch.setattr("specsamp.checkpoints.vocabulary.MOST_IDS", 2)
     cut = match_vocabularies(tokenizer("llama3"), tokenizer("gpt2"))
@@ -110,7 +110,7 @@ def test_of_long_tokens_the_last_ids_are_read_and_counted(monkeypatch):
     )
 
 
-def test_the_shared_mass_is_that_of_the_draft_model():
+def test_shared_mass_is_measured_on_the_draft():
     vocabulary = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], 4, begin=(1,))
     table = np.log(np.broadcast_to(np.float32([0.1, 0.2, 0.3, 0.4]), (5, 5, 5, 4)))
     assert shared_mass(
@@ -150,7 +150,7 @@ def other_draft(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft):
+def test_pair_of_two_tokenizers_keeps_the_text(original, other_draft):
     said, over = [], dict(draft_model_parallelism=2)
     pair = read_pair(
         original,
@@ -174,7 +174,7 @@ def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft)
     assert most > 64, "the draft, which reads 64 ids, stops in the middle of a text"
 
 
-def test_pairs_that_another_tokenizer_does_not_suit_are_refused(original, other_draft):
+def test_unsuitable_pairs_of_two_tokenizers_are_refused(original, other_draft):
     with pytest.raises(
         ValueError, match="differ in their vocabulary.*--config.hugging_face.other_vocabulary"
     ):
