@@ -43,7 +43,7 @@ def test_statistics_count_the_lengths(restless):
     assert jnp.all(stats.lengths_BT.sum(0) > 0)  # every length occurs
 
 
-def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
+def test_adaptive_coupled_text_equals_plain_decoding(restless):
     plain = decode(
         table_loop(CoupledRule(), NoDrafter()),
         TARGET,
@@ -116,7 +116,7 @@ def test_the_length_has_the_most_tokens_per_time():
     assert {1, 2, 4} <= set(wanted)
 
 
-def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clearly_better():
+def test_rows_of_a_batch_share_one_draft_length():
     """A row alone changes its length sooner: a batch's round is as wide as its longest draft."""
     adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.1, 3.0), usual=1, acceptance=0.9)
     accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
@@ -167,7 +167,7 @@ def test_pauses_double_until_a_draft_pays():
     assert tries == [2, 7, 16, 33, 66, 99, 100]
 
 
-def test_stops_see_what_they_say():
+def test_stops_use_their_documented_quantity():
     log_probs_BV = jnp.log(jnp.asarray([[0.5, 0.5, 0], [0.9, 0.05, 0.05]]))
     entropy_B = [math.log(2), -(0.9 * math.log(0.9) + 0.1 * math.log(0.05))]
     bound_B = [1 - math.sqrt(0.2 * entropy) for entropy in entropy_B]

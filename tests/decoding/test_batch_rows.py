@@ -41,7 +41,7 @@ def alone():
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_a_row_goes_on_in_another_batch_as_it_would_have(alone, rounds):
+def test_moved_row_keeps_its_text(alone, rounds):
     """A prompt with fewer slots enters a running batch; no text changes."""
     batch = LOOP.run(WEIGHTS, prefill([0, 1]), 2)
     newcomer = prefill([2], slots=20)
@@ -99,7 +99,7 @@ class DeadEnd(Warp):
         return jnp.where((state < 2)[:, None], logits, -jnp.inf)
 
 
-def test_a_warp_that_excludes_every_token_ends_the_row():
+def test_row_without_possible_token_ends():
     sampling = Chain((DeadEnd(np.float32(0)),))
     run = decode(
         table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, sampling

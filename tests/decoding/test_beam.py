@@ -68,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "full", "penalties"))
-def test_a_draft_is_that_of_a_search_by_hand(case):
+def test_beam_draft_equals_a_search_by_hand(case):
     """Each row of a ragged batch has the tokens and warped probabilities of a search by hand; with
     one beam these are the greedy chain.
     """

@@ -45,7 +45,7 @@ LAWS = [(dspark(V), "conditional"), (REDUCED, "argmax")]
 
 
 @pytest.mark.parametrize("head, law", slow_but(LAWS, LAWS[0]))
-def test_the_text_of_a_block_head_has_the_distribution_of_the_target(head, law):
+def test_block_head_text_has_the_target_distribution(head, law):
     """One prompt has a single token, and so no draft in its first round."""
     assert p_value_of(head, BlockRule(), chain(temperature(1.3)), law=law) > FALSE_ALARM
 
@@ -179,7 +179,7 @@ def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL):
     return loop.draft(Weights(target=TARGET, draft=weights_of(head)), state.request, state)[0]
 
 
-def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
+def test_one_token_prompt_has_no_first_draft():
     """A single token has no context before it; a prompt of two tokens has a draft."""
     assert (draft_of(block(V), 3, [1]).num_drafted_B == 0).all() and (
         draft_of(block(V), 3, [1, 2]).num_drafted_B == 3
@@ -196,7 +196,7 @@ def test_a_ban_of_all_candidates_ends_the_draft():
     assert p_value_of(head, sampling=sampling) > FALSE_ALARM
 
 
-def test_a_shorter_draft_is_the_beginning_of_a_longer_one():
+def test_shorter_draft_begins_a_longer_one():
     """Another K changes no token and no distribution, since the block keeps its rows."""
     drafted = {K: draft_of(dspark(V), K) for K in (2, 4)}
     assert (drafted[4].tokens_BK[:, :2] == drafted[2].tokens_BK).all()

@@ -75,7 +75,7 @@ LOOKUP_OR_MODEL = ChoosingDrafter((NgramDrafter(2), *models(1)))
 
 
 @pytest.mark.parametrize("drafter", [LOOKUP_OR_MODEL, VotingDrafter(LOOKUP_OR_MODEL.parts)])
-def test_coupled_texts_are_those_without_drafts(drafter):
+def test_coupled_texts_equal_plain_decoding(drafter):
     def texts(drafter, weights):
         loop = table_loop(CoupledRule(), drafter)
         return decode(loop, TARGET, weights, [[2, 0, 1]], 30, FULL, samples=50).emitted(30)
@@ -121,7 +121,7 @@ class KnowsTheNoise(ChoosingDrafter):
 
 
 @pytest.mark.slow
-def test_a_winner_judged_as_if_it_was_drawn_is_seen():
+def test_winner_judged_as_drawn_is_caught():
     tables = (0.7, 0.3), (0.5, 0.5)
     two = models(2, 1, 2)
     assert first_token(LowerIdIsCertain(two), *tables, parts=2)[0] == pytest.approx(0.7, abs=0.01)
@@ -132,7 +132,7 @@ def test_a_winner_judged_as_if_it_was_drawn_is_seen():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, is_exact", [(ChoosingDrafter, True), (KnowsTheNoise, False)])
-def test_a_choice_by_the_noise_of_the_target_is_seen(kind, is_exact):
+def test_choice_by_target_noise_is_caught(kind, is_exact):
     loop = table_loop(TokenRule(), kind(models(2, 1)))
     found = distribution_test(loop, (FAR, NEAR), FULL, **FEW)
     assert found > FALSE_ALARM if is_exact else found < FALSE_ALARM * 1e-6

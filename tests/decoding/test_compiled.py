@@ -125,7 +125,7 @@ def test_other_ways_to_draft_copy_no_cache(name):
     assert not copied_caches(text, batch)
 
 
-def test_a_cache_that_is_read_after_it_was_written_is_seen():
+def test_copy_of_an_old_cache_is_caught():
     """The control: a loop that keeps the old cache alive has a copy."""
 
     def keeps_the_old(cache, new, start):

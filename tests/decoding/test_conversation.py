@@ -16,7 +16,7 @@ def anew(pair, text, budget, **options):
     return generate(pair, [text], budget, **options)[0].tokens
 
 
-def test_turns_on_a_table_are_those_of_whole_texts():
+def test_conversation_turns_equal_whole_texts():
     """Sampled turns equal whole texts if a text grows, shrinks or is replaced; penalties also count
     the tokens of earlier turns.
     """
@@ -52,7 +52,7 @@ def test_text_and_stops():
     assert chat.tokens_read == 4
 
 
-def test_a_stream_that_is_left_behind_is_forgotten():
+def test_abandoned_stream_is_forgotten():
     chat = Conversation(counting_pair(), draft_length=2)
     next(chat.stream("abc", 20))
     assert bytes(chat.tokens) == b"abcdef"

@@ -63,7 +63,7 @@ def joint():
 
 
 @pytest.mark.parametrize("name", slow_but(OUTSIDE, *QUICK))
-def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(name):
+def test_draft_of_unknown_tokens_keeps_the_distribution(name):
     tokens, counted = OUTSIDE[name]
     tokens_NT, completions = texts(Scripted(tokens, counted))
     assert tokens_NT.min() >= 0 and tokens_NT.max() < V
@@ -75,7 +75,7 @@ def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(name):
 
 
 @pytest.mark.parametrize("name", [QUICK[1], "logits"])
-def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
+def test_unchecked_draft_changes_the_distribution(monkeypatch, name):
     """The control: without the check, wrong ids or the statistic above reveal the mistake."""
 
     def trust(drafter, weights, state, prefix, cache, sample, vocab_size):
@@ -126,7 +126,7 @@ LAWS = {
 
 
 @pytest.mark.parametrize("kind", LAWS)
-def test_draft_without_its_distribution_keeps_that_of_the_target(kind):
+def test_draft_without_distribution_keeps_the_targets(kind):
     tokens_NT, completions = texts(Drawing(kind))
     assert p_value([(tokens_NT, joint())], powered=False) > 1e-5
     assert not any(one.stats.drafted for one in completions)

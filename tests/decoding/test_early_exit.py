@@ -41,7 +41,7 @@ def test_with_all_layers_everything_is_accepted(window):
     assert jnp.all(stats.rounds_B == 5) and jnp.all(stats.accepted_BT[:, 3] == 5)
 
 
-def test_the_features_of_another_layer_are_seen_as_acceptance():
+def test_early_exit_at_another_layer_lowers_acceptance():
     """Acceptance is the overlap of the exit's distribution with the target's."""
 
     def acceptance(layers):
@@ -105,7 +105,7 @@ def drafted(name, drafter, pair=None):
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "n-grams"))
-def test_text_is_that_of_plain_decoding(name):
+def test_text_equals_plain_decoding(name):
     """Covers learned positions, and steps of one position and of two, as on a TPU."""
     window = 1 + list(MODELS).index(name) % 2
     made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))

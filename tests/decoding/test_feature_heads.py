@@ -31,14 +31,14 @@ def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
 REDUCED = eagle3(V, draft_vocab_size=2)
 
 
-def test_the_text_of_a_head_has_the_distribution_of_the_target():
+def test_head_text_has_the_target_distribution():
     """One prompt has a single token, and so no draft in its first round. Medusa: test_pairs.py."""
     loop = distribution_loop(REDUCED, TokenRule())
     assert distribution_test(loop, weights_of(REDUCED), FULL, **SAMPLED) > FALSE_ALARM
 
 
 @pytest.mark.slow
-def test_a_target_that_is_reduced_like_the_head_is_caught():
+def test_target_reduced_like_its_head_is_caught():
     loop = distribution_loop(REDUCED, mutants.OfTheDraftVocabulary())
     assert distribution_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
 
@@ -53,7 +53,7 @@ class ByOneHead(FeatureDrafter):
 
 
 @pytest.mark.slow
-def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
+def test_medusa_verified_by_first_head_is_caught():
     head = medusa(V, 2)
     assert (
         distribution_test(
@@ -108,7 +108,7 @@ def test_wrong_features_cost_acceptance(mutant):
     assert first_acceptance(table_loop(**mutant)) < 0.9
 
 
-def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
+def test_one_token_prompt_has_no_first_draft():
     loop = table_loop()
     state = loop.run(WEIGHTS, prefilled(loop), 1)
     assert np.asarray(state.stats.drafted_B).tolist() == [0, 3, 3] and int(state.lengths_B[0]) == 2
@@ -116,7 +116,7 @@ def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
     assert np.asarray(state.stats.drafted_B)[0] == 3
 
 
-def test_a_head_that_is_asked_for_more_tokens_than_it_has_is_refused():
+def test_too_long_draft_of_a_head_is_refused():
     target, head = LayeredTable(V), medusa(V, 2)
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=drawn_params(head))
     assert make_method(pair).drafter.K == 2, "fewer than generate's own default"

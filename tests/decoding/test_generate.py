@@ -101,7 +101,7 @@ def test_streamed_text_is_cut_at_whole_characters():
     assert [c.finish for c in chunks] == [None, None, None, "length"]
 
 
-def test_compilation_cache_lies_where_it_says(monkeypatch, tmp_path):
+def test_compilation_cache_is_in_the_reported_folder(monkeypatch, tmp_path):
     configured = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     try:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -118,7 +118,7 @@ def test_compilation_cache_lies_where_it_says(monkeypatch, tmp_path):
         jax.config.update("jax_enable_compilation_cache", configured[1])
 
 
-def test_the_readme_example_of_ones_own_model_and_drafter_runs():
+def test_readme_example_of_an_own_model_runs():
     readme = (REPOSITORY / "README.md").read_text()
     (code,) = re.findall(r"## Bring your own.*?```python\n(.*?)```", readme, re.DOTALL)
     scope = {}
@@ -157,7 +157,7 @@ def test_within_buckets_nothing_is_compiled_again():
     assert compiled_programs()[1] == compiled[1] + 1, "the control: another bucket"
 
 
-def test_a_method_says_what_the_keywords_say():
+def test_method_equals_its_keywords():
     pair = table_pair()
     decoding = dict(drafter=NgramDrafter(2), rule=BlockRule(), sampling=temperature(0.7))
     told = generate(pair, [[1, 2, 1]], 9, **decoding)
@@ -190,7 +190,7 @@ def test_weights_share_memory_with_parameters_and_are_kept():
     assert len(pair._fitted) <= 4
 
 
-def test_a_drafter_is_given_weights_of_its_own_making():
+def test_drafter_gets_its_own_prepared_weights():
     """`prepare` gets the pair's draft_params, `fit_slots` its result and the slots, each once."""
     calls = []
 

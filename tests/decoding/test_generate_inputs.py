@@ -120,7 +120,7 @@ def test_logits_of_another_width_are_refused(side):
 # Padded vocabularies, and logits that are no distribution.
 
 
-def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
+def test_ids_unknown_to_the_tokenizer_are_not_emitted():
     """The padding at the end of a vocabulary is excluded from target and draft."""
 
     class Short(ByteTokenizer):

@@ -90,7 +90,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_texts_of_a_hybrid_have_the_distribution_of_its_calls(case):
+def test_hybrid_texts_have_the_target_distribution(case):
     """A draft model that is a hybrid itself reads tokens that the target may reject."""
     assert p_value_of(*CASES[case]) > FALSE_ALARM
 
@@ -141,7 +141,7 @@ def error_of_calls():
     return error
 
 
-def test_calls_after_rejections_have_the_logits_of_one_call():
+def test_calls_after_rejections_equal_one_call():
     assert error_of_calls() < 1e-4
 
 
@@ -153,7 +153,7 @@ def test_a_mistake_in_the_recurrent_cache_moves_logits(name, mutant, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_convolution_that_saw_a_rejected_token_is_caught(monkeypatch):
+def test_convolution_over_rejected_token_is_caught(monkeypatch):
     expected(5)
     monkeypatch.setattr(RecurrentCache, "append", stale_input)
     jax.clear_caches()
@@ -190,7 +190,7 @@ def test_a_long_call_without_lengths_is_refused():
         jax.eval_shape(functools.partial(MODEL, weights(5)), tokens_BT, start_B, cache)
 
 
-def test_a_call_before_the_older_state_gives_no_distribution():
+def test_call_before_the_older_state_is_nan():
     """Wrong logits would pass as right; NaN ends the row as invalid."""
     cache, lengths_B = MODEL.init_cache(1, 64), jnp.array([60])
     tokens_BT, call = jnp.zeros((1, 64), jnp.int32), jax.jit(MODEL.__call__)
@@ -201,7 +201,7 @@ def test_a_call_before_the_older_state_gives_no_distribution():
 
 
 @pytest.mark.parametrize("kept, known", [(39, 38), (30, 29), (20, 0), (5, 0)])
-def test_a_prefix_is_reused_only_as_far_back_as_states_reach(kept, known):
+def test_prefix_is_reused_up_to_the_older_state(kept, known):
     """No state lies before the older one: `Conversation` and `Batch` read a shorter prefix anew."""
     loop = Loop(target=MODEL, drafter=NgramDrafter(4), rule=TokenRule())
     before, text = [0] * 40, [0] * kept + [1] * 30
@@ -209,7 +209,7 @@ def test_a_prefix_is_reused_only_as_far_back_as_states_reach(kept, known):
 
 
 @pytest.mark.slow
-def test_a_conversation_with_a_hybrid_continues_and_edits_its_text():
+def test_hybrid_conversation_continues_and_edits_its_text():
     chat = Conversation(pair(), max_tokens=128, draft_length=2, drafter=NgramDrafter(2))
     text = PROMPTS[0]
     for _ in range(2):

@@ -69,7 +69,7 @@ def traced(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch):
+def test_second_process_traces_nothing(folder, monkeypatch):
     expected, compiled = texts(decoder()), traced(monkeypatch)
     assert has_compiled(compiled, expected)
     assert sorted(compiled) == sorted(path.name for path in folder.iterdir())
@@ -80,7 +80,7 @@ def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch
     )  # another K is another program
 
 
-def test_a_program_of_another_source_machine_or_setting_is_replaced(folder, monkeypatch):
+def test_outdated_kept_program_is_replaced(folder, monkeypatch):
     expected, compiled = texts(decoder()), traced(monkeypatch)
     texts(with_kept(decoder()))
     for name in ("source_digest", "cpu_flags", "host_facts"):
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
 
 
 @pytest.mark.slow
-def test_a_program_from_the_cache_of_jax_is_not_kept(folder, monkeypatch):
+def test_program_of_the_jax_cache_is_not_kept(folder, monkeypatch):
     """A CPU program that XLA read and wrote again lacks code, and fails in the next process."""
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
@@ -124,7 +124,7 @@ def test_a_program_from_the_cache_of_jax_is_not_kept(folder, monkeypatch):
     assert not list(folder.iterdir())
 
 
-def test_a_disk_that_takes_nothing_is_no_obstacle(folder, monkeypatch):
+def test_full_disk_does_not_prevent_decoding(folder, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
@@ -133,7 +133,7 @@ def test_a_disk_that_takes_nothing_is_no_obstacle(folder, monkeypatch):
     assert not list(folder.iterdir())
 
 
-def test_what_cannot_be_kept_is_left_as_it_is(folder, monkeypatch):
+def test_unkeepable_program_still_runs(folder, monkeypatch):
     loop = decoder().engine.loop
     assert isinstance(KeptLoop.of(loop), KeptLoop)
     with jax.disable_jit():

@@ -60,7 +60,7 @@ def test_layouts_and_rows_agree(pairs):
     assert alone[0].tokens == texts["cpu"][7] and alone[1].tokens != texts["cpu"][7]
 
 
-def test_log_probs_are_those_of_a_scorer(pairs):
+def test_log_probs_equal_a_scorer(pairs):
     """Reported log-probabilities equal the scores of the finished text without a cache."""
     pair, prompt = pairs["default"], [5, 4, 3]
     for row in generate(

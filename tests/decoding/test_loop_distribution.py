@@ -43,7 +43,7 @@ def test_texts_have_the_distribution_of_the_target():
 
 
 @pytest.mark.slow
-def test_known_tokens_that_are_fed_again_change_no_distribution():
+def test_refed_tokens_keep_the_distribution():
     loop = table_loop(TokenRule(), model(1, window=3), window=4)
     assert distribution_test(loop, NEAR, FULL, length=3) > FALSE_ALARM
 

@@ -96,7 +96,7 @@ BoundedToNothing = Bounded(EARS(), 0.0)
 
 
 @every_case
-def test_the_loop_writes_what_is_enumerated(case):
+def test_loop_distribution_equals_enumeration(case):
     emitted = run(case)[0]
     joints, _, own = zip(*enumerated(case))
     assert p_value(list(zip(emitted, joints)), powered=False) > FALSE_ALARM
@@ -106,7 +106,7 @@ def test_the_loop_writes_what_is_enumerated(case):
 
 
 @every_case
-def test_the_meter_says_what_texts_cost(case):
+def test_meter_bounds_the_cost_of_texts(case):
     """The measured bias equals the metered bias for first tokens, and at most equals it for
     texts.
     """
@@ -166,7 +166,7 @@ def test_completions_say_what_they_cost():
     assert RowStats.from_json(vars(stats)) == stats
 
 
-def test_what_a_stop_text_cuts_off_is_not_metered():
+def test_text_after_a_stop_is_not_metered():
     """A text has the same meter whether a budget or a stop string ends it."""
     (cut,) = generate(counting_pair(), ["a"], 24, stop=[whole().text[4:7]], **OPTIONS)
     count = len(cut.tokens)
@@ -178,7 +178,7 @@ def test_what_a_stop_text_cuts_off_is_not_metered():
     assert 0 < cut.stats.variation < whole().stats.variation
 
 
-def test_a_row_that_is_refilled_meters_its_own_text():
+def test_refilled_row_meters_its_own_text():
     prompts = ["a", "xyz"]
     first, second = generate_many(
         counting_pair(), prompts, [24, 5], rows=1, stop=[NEVER], **OPTIONS

@@ -56,7 +56,7 @@ def error(loop, state):
 
 
 @pytest.mark.slow
-def test_every_round_drafts_as_if_the_text_were_read_at_once():
+def test_module_drafts_equal_those_of_whole_texts():
     """Prefill in chunks: test_next_round.py."""
     loop = Loop(target=MODEL, drafter=ModuleDrafter(MODEL, HEAD, D), rule=TokenRule())
     options = dict(samples=4, slots=40, prompt_ids=range(3))

@@ -127,7 +127,7 @@ def test_stop_token_ignored_inside_a_block():
     assert p_of(model_loop(TokenRule(), loop=Mutant)) < CAUGHT
 
 
-def test_an_early_exit_that_writes_over_what_was_scored():
+def test_early_exit_over_scored_slots_is_caught():
     """Drafter and target share a cache, so that the draft's mistakes enter the text."""
     target = LayeredTableLM(V)
     layers = jnp.stack([FAR, TARGET - FAR])
@@ -145,7 +145,7 @@ def test_length_of_a_neighbour_while_scoring():
     assert caught(model_loop(TokenRule(), loop=mutants.ScoresWithANeighboursLength), draft=NEAR)
 
 
-def test_noise_that_does_not_know_the_round():
+def test_noise_independent_of_the_round_is_caught():
     """All rounds of a row share one address, so that each of them draws with the same noise."""
 
     class Mutant(Loop):
@@ -169,7 +169,7 @@ def test_length_of_a_neighbour_while_drafting():
     assert acceptance(Loop) == 1.0 and acceptance(mutants.DraftsWithANeighboursLength) < 0.8
 
 
-def test_lost_draft_of_the_last_round_under_a_budget():
+def test_draft_clipped_by_the_budget_is_caught():
     """With the block rule, a draft clipped to the budget changes the prefix of a longer run."""
 
     class Clipped(Loop):

@@ -190,7 +190,7 @@ KINDS = [kind for kind in DRAFTERS if kind not in LEFT_OUT]
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, "model", "EAGLE-3 tree"))
-def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
+def test_next_round_equals_a_text_read_anew(kind):
     """Covers pauses, turns, copies of running and finished rows, shorter drafts and resizing."""
     decode_session(Batch(*DRAFTERS[kind]()))
 
@@ -200,7 +200,7 @@ TURNS = "parallel", "tokenizer", "EAGLE-3", "model tree"
 
 
 @pytest.mark.parametrize("kind", slow_but(TURNS, "parallel"))
-def test_turns_of_a_conversation_are_those_of_whole_texts(kind):
+def test_conversation_turns_equal_whole_texts(kind):
     """Acceptance does not depend on the noise, so that a different draft changes the text."""
     pair, drafter, *_ = DRAFTERS[kind]()
     options = dict(
@@ -256,7 +256,7 @@ MUTANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, mutant", MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
-def test_a_wrong_slot_is_seen(kind, mutant):
+def test_wrong_slot_in_the_draft_cache_is_caught(kind, mutant):
     pair, drafter, *rest = DRAFTERS[kind]()
     names = [field.name for field in dataclasses.fields(drafter) if field.init]
     wrong = mutant(**{name: getattr(drafter, name) for name in names})

@@ -108,16 +108,16 @@ def texts_after_texts(seed):
     return p_value(list(zip(emitted.reshape(2, samples, length), distributions)))
 
 
-def test_texts_drafted_from_logs_have_the_distribution_of_the_target():
+def test_log_drafts_keep_the_target_distribution():
     assert texts_after_texts(seed=1) > FALSE_ALARM
 
 
-def test_noise_that_has_made_a_logged_text_is_caught():
+def test_reused_noise_of_logged_text_is_caught():
     """The control, and the reason why prompt ids must differ."""
     assert texts_after_texts(seed=0) < FALSE_ALARM
 
 
-def test_a_text_after_the_same_text_is_drafted_whole():
+def test_repeated_text_is_drafted_whole():
     """A single row decodes both prompts: its log outlives the first text."""
     prompts, plain = [[3, 4]] * 2, generate(counting_pair(), [[3, 4]], 16, draft_length=0)
     for drafter, expected in ((NgramDrafter(K), [16, 16]), (NgramDrafter(K, log=32), [16, 4])):
@@ -130,7 +130,7 @@ def test_a_text_after_the_same_text_is_drafted_whole():
         assert all(row.row_independent != bool(drafter.log) for row in done)
 
 
-def test_texts_on_a_mesh_are_those_of_a_prompt_alone():
+def test_texts_on_a_mesh_equal_single_prompts():
     pair, prompts = drafters.alone(drafters.TARGET), [[1, 2], [3], [5, 6, 7], [3]] * 2
     drafter, alone = NgramDrafter(K, corpus=[[*range(24)]] * 2), []
     options = dict(rule=CoupledRule(), drafter=drafter)

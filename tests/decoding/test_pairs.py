@@ -62,7 +62,7 @@ def test_texts_have_the_distribution_of_the_target(part):
 
 
 @pytest.mark.parametrize("part", range(FIRST, PARTS))
-def test_texts_of_further_cases_have_the_distribution_of_the_target(part):
+def test_further_cases_have_the_target_distribution(part):
     check_part(part)
 
 

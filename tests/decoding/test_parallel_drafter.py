@@ -35,7 +35,7 @@ def marginals(model, params, tokens_BS, length, K, mask):
     return one.propose(weights, state, prefix, None, sample)[0].log_probs_BRV
 
 
-def test_one_call_gives_the_distributions_of_text_and_masks():
+def test_one_call_drafts_from_text_and_masks():
     """The text has fewer than K + 1 tokens, as after a short prompt."""
     length, model, K, mask = 2, TransformerLM(tiny(vocab_size=16, positions="rotary")), 4, 15
     params, tokens = drawn_params(model), jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
@@ -46,7 +46,7 @@ def test_one_call_gives_the_distributions_of_text_and_masks():
     )
 
 
-def test_the_marginals_are_those_of_transformers(tmp_path):
+def test_marginals_equal_transformers(tmp_path):
     """A Llama reads text and masks in one causal pass; tokens behind the text have no effect."""
     theirs, K = golden.read(golden.PARD), golden.MASKS + 1
     checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")

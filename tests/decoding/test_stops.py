@@ -18,7 +18,7 @@ from support.fakes import TableLM, counting_pair, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V
 
 
-def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
+def test_stop_string_begins_inside_a_drafted_block():
     (row,) = generate(counting_pair(), ["c"], 20, draft_length=4, stop=["gh", "zz"])
     assert (row.text, row.tokens, row.finish) == ("def", list(b"defgh"), "stop")
     assert (row.stats.rounds, row.stats.emitted, row.stats.accepted) == (1, 5, 4)
@@ -33,7 +33,7 @@ def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
 
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])
-def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
+def test_cut_text_has_counts_of_a_shorter_run(drafter):
     """A run of n tokens has the counts of a text cut after n tokens, with drafts of any length."""
     loop = table_loop(BlockRule(), drafter, keep_rounds=True)
     draft = NEAR if drafter.K == 3 else None

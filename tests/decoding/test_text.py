@@ -110,7 +110,7 @@ def cuts(draw, tokens):
 
 
 @pytest.mark.parametrize("style", ALL)
-def test_a_text_is_that_of_the_library_and_its_beginnings_stay(style):
+def test_text_and_its_beginnings_equal_the_library(style):
     text = tokenizer(style)
 
     @several
@@ -134,7 +134,7 @@ def test_a_text_is_that_of_the_library_and_its_beginnings_stay(style):
 
 
 @pytest.mark.parametrize("style", ALL)
-def test_a_prompt_and_the_pieces_of_its_continuation_are_the_whole_text(style):
+def test_prompt_and_streamed_pieces_form_the_text(style):
     text = tokenizer(style)
 
     @several
@@ -153,7 +153,7 @@ def test_a_prompt_and_the_pieces_of_its_continuation_are_the_whole_text(style):
 
 
 @pytest.mark.parametrize("style", ALL)
-def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
+def test_stop_text_is_found_exactly_in_text(style):
     """A stop text is found in any tokens, as early as possible, and is never streamed."""
     text = tokenizer(style)
     pair = pair_of(text)
@@ -201,7 +201,7 @@ def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_stop_text_that_is_the_name_of_a_piece_is_a_text(style):
+def test_stop_text_equal_to_token_name_is_text(style):
     """Byte-level tokenizers name byte E9 "é"; SentencePiece names spaces "▁", Gemma also runs of
     them.
     """
@@ -215,7 +215,7 @@ def test_a_stop_text_that_is_the_name_of_a_piece_is_a_text(style):
             )
 
 
-def test_only_the_name_of_a_token_without_text_stands_for_the_token():
+def test_stop_name_of_textless_token_is_that_token():
     for style, name in (
         ("qwen", "<|im_end|>"),
         ("llama2", "</s>"),
@@ -226,7 +226,7 @@ def test_only_the_name_of_a_token_without_text_stands_for_the_token():
         assert make_stops(pair, [name, 5]) == Stops(frozenset([text.token_id(name), 5]))
 
 
-def test_a_word_ends_a_text_alike_with_and_without_a_word_after_it():
+def test_stop_word_ends_text_at_end_or_inside():
     """The text of SentencePiece's token "▁Human" is " Human", or "Human" at the start of a text."""
     text = tokenizer("t5")
     assert text.encode("Human") == [text.token_id("▁Human")] == [text.token_id("Human")], (
@@ -239,7 +239,7 @@ def test_a_word_ends_a_text_alike_with_and_without_a_word_after_it():
         assert stops.text(Continuation(text), kept) == "a " and not stops.sure, entry
 
 
-def test_a_token_that_is_a_stop_text_hides_none_that_begins_before_it():
+def test_stop_token_hides_no_earlier_stop_text():
     text = tokenizer("gpt2")
     tokens = [text.token_id(piece) for piece in ("x", " ", "  ")]
     stops = make_stops(pair_of(text), ["  "])
@@ -249,7 +249,7 @@ def test_a_token_that_is_a_stop_text_hides_none_that_begins_before_it():
 
 
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen"])
-def test_a_prompt_that_ends_inside_a_long_run_of_bytes_is_continued(style):
+def test_prompt_ending_inside_bytes_is_continued(style):
     text = tokenizer(style)
     tokens = text.encode("a " + "ሰላም ለዓለም" * 3)
     for start in range(1, len(tokens) + 1):
@@ -261,7 +261,7 @@ def test_a_prompt_that_ends_inside_a_long_run_of_bytes_is_continued(style):
 
 
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen"])
-def test_a_prompt_that_ends_with_a_replacement_character_is_not_repeated(style):
+def test_prompt_ending_in_replacement_character_is_not_repeated(style):
     text = tokenizer(style)
     prompt, rest = text.encode("a" + REPLACED), text.encode("bc")[-1:]
     assert Continuation(text, prompt).decode(rest) == text.decode([*prompt, *rest]).removeprefix(
@@ -269,7 +269,7 @@ def test_a_prompt_that_ends_with_a_replacement_character_is_not_repeated(style):
     )
 
 
-def test_a_budget_that_ends_inside_a_character_loses_none_before_it():
+def test_budget_inside_a_character_loses_no_text():
     text = tokenizer("llama2")
     tokens = text.encode("ሰላም")[:-1]
     assert (
@@ -296,7 +296,7 @@ class Script(ByteTokenizer):
 
 
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen", "chatglm"])
-def test_generated_and_streamed_texts_are_the_whole_text_at_every_budget(style):
+def test_streamed_text_is_whole_at_every_budget(style):
     """A text may end by its budget, inside a character too, or by a stop text."""
     text = tokenizer(style)
     tokens = text.encode(" é» ሰላም Human\ufffd is 👩‍👧 .")

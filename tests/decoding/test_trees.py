@@ -136,7 +136,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("drafter", slow_but(SMALL_TREES, *SMALL_TREES[:2]))
-def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
+def test_coupled_tree_text_equals_plain_decoding(drafter):
     """Equal tokens, log-probabilities and ends show that rows, slots and positions are right."""
     apart = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
     for stop_ids in ((-1,), (6,)):
@@ -149,7 +149,7 @@ def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
     assert np.any(plain.finish_B == Finish.STOP)
 
 
-def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
+def test_log_probabilities_of_wrong_rows_are_caught(monkeypatch):
     """The control of the test above takes the rows of the first nodes for the rows of the path."""
 
     def first_rows(self, verdict):
@@ -246,12 +246,12 @@ OF_CHAINS = {
 
 
 @pytest.mark.parametrize("kind", slow_but(OF_CHAINS, "EAGLE-3 tree"))
-def test_each_path_of_a_tree_is_drafted_as_a_chain(kind):
+def test_tree_paths_are_drafted_as_chains(kind):
     """Penalties are included: they count the tokens of the path."""
     assert largest_error(kind, OF_CHAINS[kind]) < 1e-4
 
 
-def test_nodes_that_are_read_with_the_feature_of_the_root_are_seen():
+def test_nodes_read_with_root_feature_are_caught():
     """The mistake lowers acceptance only, and no text shows it."""
     assert largest_error("EAGLE-3 tree", "EAGLE-3", mutants.RootsFeature) > 0.01
 

@@ -138,7 +138,7 @@ def worst_error(loop, rounds=6, state=None):
 
 
 @pytest.mark.slow
-def test_the_draft_reads_the_text_in_its_own_ids():
+def test_draft_reads_the_text_in_own_ids():
     """Chunks and pauses: test_next_round.py."""
     assert worst_error(loop_of(K=3, window=3)) < 1e-6
 
@@ -157,7 +157,7 @@ class OneIdShort(TranslatingDrafter):
         return super().propose(weights, state, prefix, cache, narrow)
 
 
-def test_other_bytes_and_a_cache_that_is_one_id_short_are_caught():
+def test_other_bytes_and_short_cache_are_caught():
     other = SharedVocabulary(SHARED.draft_ids_V, [[2, -1], [1, 3], [0, -1]], DRAFT_SIZE, begin=(1,))
     loop = loop_of(K=3)
     assert (
@@ -171,7 +171,7 @@ def test_other_bytes_and_a_cache_that_is_one_id_short_are_caught():
     assert worst_error(loop, state=state) > 0.05
 
 
-def test_a_row_whose_draft_text_is_too_long_goes_on_without_a_draft():
+def test_row_beyond_draft_positions_continues_undrafted():
     """The draft has 20 positions; the target's text does not change."""
     short = Loop(
         target=TableLM(V),
@@ -185,7 +185,7 @@ def test_a_row_whose_draft_text_is_too_long_goes_on_without_a_draft():
     assert whole.state.stats.drafted_B.min() > 40
 
 
-def test_a_context_without_a_shared_token_ends_the_draft():
+def test_context_without_shared_token_ends_draft():
     table = DRAFT.at[..., 2].set(-jnp.inf).at[2, ..., 0].set(-jnp.inf).at[:, :, 0, 0].set(-jnp.inf)
     for sampling in (FULL, chain(temperature(1.0), top_k(2))):
         run = decode(

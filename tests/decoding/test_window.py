@@ -17,14 +17,14 @@ from support.fakes import prefill
 WINDOW, SINKS, K = 6, 2, 3
 
 
-def test_text_is_that_of_plain_decoding():
+def test_text_equals_plain_decoding():
     made = drafted("n-grams", lambda target: WindowDrafter(target, K, WINDOW, SINKS, 2))
     assert tokens(made) == plain("n-grams")
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
 
 @pytest.mark.slow
-def test_a_window_over_the_whole_text_drafts_what_the_target_writes():
+def test_window_over_whole_text_is_always_accepted():
     """Other positions: the distributions of a masked target below."""
     made = drafted("learned", lambda target: WindowDrafter(target, K, 35, 4))
     assert tokens(made) == plain("learned")
@@ -35,7 +35,7 @@ def test_a_window_over_the_whole_text_drafts_what_the_target_writes():
 
 
 @pytest.mark.slow
-def test_a_copy_of_more_slots_than_the_cache_drafts_what_the_target_writes():
+def test_window_larger_than_the_cache_is_accepted():
     pair = pair_of("relative, cpu")
     config = dataclasses.replace(pair.target.config, max_positions=1024)
     pair = dataclasses.replace(pair, target=dataclasses.replace(pair.target, config=config))
@@ -118,7 +118,7 @@ def test_drafts_have_the_distributions_of_a_masked_target(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_window_of_other_slots_is_seen(monkeypatch):
+def test_window_of_other_slots_is_caught(monkeypatch):
     wrong = ReadsASlotTooFar(MODELS["n-grams"], K, WINDOW, SINKS)
     assert worst_difference("n-grams", wrong, monkeypatch) > 1e-3
 

@@ -49,7 +49,7 @@ class Proposes(Drafter):
         )
 
 
-def test_two_rounds_are_those_of_the_docstring():
+def test_two_rounds_equal_the_docstring():
     loop = Loop(target=Recites(), drafter=Proposes(), rule=TokenRule())
     shown = re.findall(r"tokens_BS \[(.*?)\]   lengths_B (\d)", state.__doc__)[1:]
     held = ([5, 8, 3, 7], [5, 8, 3, 4, 9, 1])  # tokens in the cache after each round
