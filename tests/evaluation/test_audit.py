@@ -74,7 +74,7 @@ def with_loop(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sound_pair_passes_every_check_that_applies():
+def test_sound_pair_passes_all_applicable_checks():
     found = audit(table_subject(), COARSE)
     assert found.passed and found.named(Status.NOT_APPLICABLE) == ["bfloat16"]
     assert found.summary.startswith("6 of 6 checks passed (bfloat16 not applicable)")
@@ -110,7 +110,7 @@ def transformers():
 
 
 @pytest.mark.slow
-def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_loop):
+def test_bfloat16_is_audited_in_bfloat16(transformers, with_loop):
     in_bfloat16 = transformers.cast("bfloat16")
     assert (
         in_bfloat16.pair.target.config.dtype
@@ -149,7 +149,7 @@ def early_exit(drafter=EarlyExitDrafter, draft=NEAR):
 
 
 @pytest.mark.slow
-def test_a_draft_inside_the_target_passes_what_reads_its_draft():
+def test_early_exit_passes_checks_of_its_draft():
     settings = dataclasses.replace(COARSE, checks=("distribution", "acceptance"))
     found = audit(early_exit(), settings)
     assert found.summary.startswith("2 of 2 checks passed"), found.summary
@@ -231,7 +231,7 @@ def test_noise_of_the_round_under_the_coupled_rule():
     assert failed(check) and not failed(streams.coupled_text(table_subject()))
 
 
-def test_a_check_that_ends_early_fails_and_the_audit_goes_on():
+def test_failed_check_does_not_end_the_audit():
     """Logits that are NaN end sampled texts before their second token."""
     broken = table_subject(target=TARGET.at[3].set(jnp.nan))
     found = audit(
@@ -254,7 +254,7 @@ def within_budget(rule, *more):
     return audit(table_subject(draft=FAR, rule=rule, sampling=chain(temperature(1.0))), settings)
 
 
-def test_a_rule_that_keeps_to_its_budget_passes():
+def test_rule_within_its_budget_passes():
     found = within_budget(Bounded(EARS(1.0), BUDGET), "acceptance")
     check, acceptance = found.checks
     assert found.passed and acceptance.numbers["accepted"] == acceptance.numbers["verified"]
@@ -267,7 +267,7 @@ def test_a_rule_that_keeps_to_its_budget_passes():
     assert "up to the budget" in audit_table(checks, claims=True).rows[0][2]
 
 
-def test_a_rule_that_exceeds_its_budget_fails():
+def test_rule_above_its_budget_fails():
     found = within_budget(mutants.IgnoresItsBudget(EARS(1.0), BUDGET))
     assert not found.passed and found.checks[0].numbers["measured"] > 0.1
 
@@ -275,7 +275,7 @@ def test_a_rule_that_exceeds_its_budget_fails():
 # Teacher forcing.
 
 
-def test_a_near_tie_is_explained_and_nothing_else_is():
+def test_only_near_ties_are_explained():
     """Rounding decides near ties of greedy texts, and puts tokens inside or outside a nucleus."""
     audited = table_subject()
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
@@ -316,7 +316,7 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
 
 @pytest.mark.parametrize("allowed", [0.0, 0.04])
 @pytest.mark.parametrize("num_cells", [5, 41])
-def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowed, num_cells):
+def test_false_alarm_and_detection_rates_hold(allowed, num_cells):
     """Of 1,500 tests, few fail at the allowed error, and nearly all at ``detect`` more."""
     level, detect, rng = 0.04, 0.1, np.random.default_rng(0)
     probs_C = np.linspace(1, 3, num_cells) / (2 * num_cells)
@@ -351,7 +351,7 @@ class Remembers(Warp):
         return logits
 
 
-def test_what_would_be_empty_is_refused():
+def test_empty_audit_is_refused():
     with pytest.raises(ValueError, match=r"temperature 0\?"):
         audit(table_subject(sampling=greedy()), COARSE)
     with pytest.raises(ValueError, match="nothing is drafted"):
@@ -365,7 +365,7 @@ def test_what_would_be_empty_is_refused():
 
 
 @pytest.mark.slow
-def test_what_does_not_apply_is_said():
+def test_inapplicable_checks_are_reported():
     assert "no model" in streams.equal_draft(table_subject(drafter=NgramDrafter(K)), RARE).sentence
     alone = dataclasses.replace(table_subject(), prompts=PROMPTS[1:2])
     assert streams.neighbours(alone, RARE).verdict is Status.NOT_APPLICABLE

@@ -61,7 +61,7 @@ def test_wrong_features_show_as_acceptance(mutant):
 
 
 @pytest.mark.slow
-def test_a_target_that_is_reduced_like_the_head_shows_in_the_distribution():
+def test_target_reduced_like_its_head_fails_audit():
     target, head = LayeredTable(V), eagle3(V, draft_vocab_size=2)
     params = drawn_params(head) | {DRAFT_IDS: jnp.asarray([0, 2], jnp.int32)}
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=params)

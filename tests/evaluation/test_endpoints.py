@@ -78,7 +78,7 @@ def test_log_probabilities_of_another_distribution_fail():
     assert check.verdict is Status.FAILED
 
 
-def test_engines_that_return_one_choice_or_ask_to_wait_are_asked_again():
+def test_busy_engines_are_asked_again():
     with engine(most=1, refusals=2) as url:
         drawn = RemoteEngine(url).sample("x", 70, 0)
     assert len(drawn) == 70 and {text for text, _ in drawn} <= set(PAIRS)
@@ -101,13 +101,13 @@ def test_bad_answers_are_named(answer, status, fields, message):
         )
 
 
-def test_an_engine_that_is_not_there_is_named():
+def test_missing_engine_is_named():
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9 gave no completion"):
         RemoteEngine("http://127.0.0.1:9").sample("x", 1, 0)
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_compared_and_fails_for_a_bias(tmp_path):
+def test_endpoint_audit_reports_and_fails_for_bias(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("x\ny\n")
     shared = [f"--prompts={prompts}", "--detect=0.1", f"--output={tmp_path}/audit.json"]

@@ -12,7 +12,7 @@ from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair
 
 
-def test_a_turn_follows_the_answer_to_the_one_before():
+def test_second_turn_contains_the_first_answer():
     """The messages of a second turn contain the first turn and its answer."""
     given = []
 

@@ -108,7 +108,7 @@ def pairs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_that_fits_is_not_accused(pairs, name):
+def test_fitting_head_passes_the_check(pairs, name):
     found = check_head(pairs[name], PROMPTS)
     assert found.acceptance > 0.95 and found.fits
     assert len(found.sentences) == 1 and "WARNING" not in found.sentences[0]
@@ -135,14 +135,14 @@ def test_a_better_reading_is_named(pairs):
     assert right.fits and right.better is None and right.readings["hidden_layers = (2, 3, 5)"] < 0.6
 
 
-def test_other_readings_of_a_block_are_those_that_fit_its_tensors():
+def test_other_block_readings_fit_the_tensors():
     config = block(V, hidden_layers=(-1, 2)).config
     sizes = [f"block_size = {size}" for size in (2, 3, 5, 8)]
     assert [*other_readings(config)] == ["hidden_layers = (0, 3)", *sizes, "from_anchor = True"]
 
 
 @pytest.mark.slow
-def test_a_block_head_that_is_read_wrongly_says_how_it_was_trained(monkeypatch):
+def test_misread_block_head_names_the_right_reading(monkeypatch):
     """The head is the shipped one."""
 
     def last(config):
@@ -155,7 +155,7 @@ def test_a_block_head_that_is_read_wrongly_says_how_it_was_trained(monkeypatch):
     assert len(found.readings) == 2 and found.better == "from_anchor = True"
 
 
-def test_a_head_of_another_target_is_said_loudly(pairs):
+def test_head_of_another_target_is_a_warning(pairs):
     pair = pairs["eagle3"]
     wrong = read_otherwise(
         pair, dict(pair.draft_params) | {"output": -3 * pair.draft_params["output"]}
@@ -165,6 +165,6 @@ def test_a_head_of_another_target_is_said_loudly(pairs):
     assert found.sentences[1].startswith("WARNING: THE HEAD DOES NOT FIT: ")
 
 
-def test_what_cannot_be_checked(pairs):
+def test_pair_without_head_is_refused(pairs):
     with pytest.raises(ValueError, match="the pair has no head"):
         check_head(dataclasses.replace(pairs["eagle3"], head=None, draft_params=None), PROMPTS)

@@ -133,7 +133,7 @@ def bwrap(tmp_path, monkeypatch):
     isolation.missing_isolation.cache_clear()
 
 
-def test_bubblewrap_gets_no_network_and_one_folder_in_memory(bwrap):
+def test_bubblewrap_has_no_network_or_disk(bwrap):
     arguments = bwrap(STAND_IN)
     assert run_isolated("print('ran')").output == "ran\n"
     options = f" {arguments.read_text().partition(' -- ')[0]} "

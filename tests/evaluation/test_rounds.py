@@ -50,7 +50,7 @@ def flat_pair(rule):
 
 
 @pytest.mark.slow
-def test_over_acceptance_of_a_flat_pair_fails_the_audit():
+def test_over_acceptance_of_flat_pair_fails_audit():
     settings = Settings(checks=("distribution",), detect=0.1)
     found = audit(flat_pair(OverAccepts()), settings)
     assert not found.passed and found.summary == "1 of 1 checks failed: distribution"
@@ -65,7 +65,7 @@ def test_over_acceptance_of_a_flat_pair_fails_the_audit():
 # Each test detects its mistake, and shows none of a sound pair.
 
 
-def test_a_sound_pair_shows_nothing(sound):
+def test_sound_pair_has_no_evidence_of_error(sound):
     for tests in (sound.ratios, sound.positions):
         assert tests.p_values.min() > CHANCE
     assert sound.texts >= 126 and sound.ratios.tokens_T[0] > 1500
@@ -84,12 +84,12 @@ def test_a_sound_pair_shows_nothing(sound):
     ],
     ids=lambda changes: type(next(iter(changes.values()))).__name__,
 )
-def test_mistakes_are_seen(changes):
+def test_round_evidence_catches_mistakes(changes):
     check = round_evidence.expected_ratios(collect(**changes), detect=0.1, false_alarm=RARE)
     assert check.verdict == "failed"
 
 
-def test_acceptance_by_position_sees_what_changes_no_distribution():
+def test_acceptance_by_position_catches_a_cache_hole():
     """A draft whose cache has a hole is accepted less often, although tokens follow the target."""
     found = collect(drafter=mutants.HoleInTheCache(TableLM(V), K))
     assert found.ratios.p_values.min() > CHANCE
@@ -102,14 +102,14 @@ def test_acceptance_by_position_sees_what_changes_no_distribution():
 
 
 @pytest.mark.slow
-def test_the_block_rule_shows_nothing():
+def test_block_rule_has_no_evidence_of_error():
     assert collect(rule=BlockRule()).ratios.p_values.min() > CHANCE
 
 
 # The statistics.
 
 
-def test_false_alarms_of_events_are_as_rare_and_errors_are_seen_as_often_as_is_said():
+def test_event_false_alarm_and_detection_rates_hold():
     rng, trials, level = np.random.default_rng(1), 1000, 0.05
     probs_NT = np.broadcast_to(rng.uniform(0.3, 0.5, 400)[:, None], (400, trials))
     tested_NT, uniforms_NT = np.ones((400, trials), bool), rng.random((400, trials))

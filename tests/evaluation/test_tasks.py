@@ -62,7 +62,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_humaneval_counts_what_passes(write, packed):
+def test_humaneval_counts_passing_completions(write, packed):
     text = lines([ADD, LAST])
     source = write(gzip.compress(text.encode()), "a.jsonl.gz") if packed else write(text)
     task = load_task("humaneval", source, insist=True)
@@ -96,7 +96,7 @@ def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
 
 
-def test_pass_at_k_is_the_share_of_choices_with_one_that_passes():
+def test_pass_at_k_counts_choices_that_pass():
     for n, k in itertools.product(range(1, 8), range(1, 8)):
         for passed in range(n + 1 if k <= n else 0):
             choices = list(itertools.combinations(range(n), k))
@@ -197,7 +197,7 @@ def test_rouge(write):
     }
 
 
-def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
+def test_spec_bench_includes_mt_bench_among_six(write):
     records = [
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
         {"question_id": 82, "category": "summarization", "turns": ["Sum up."]},
@@ -211,7 +211,7 @@ def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
         assert task.score(first, [Attempt(text="a")]) == {}
 
 
-def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(write):
+def test_gsm8k_is_scored_by_the_marked_number(write):
     task = load_task(
         "gsm8k",
         write(lines([{"question": "999 + 1?", "answer": "It is 1 + 9 * 111.\n#### 1,000"}])),
@@ -277,14 +277,14 @@ def test_mbpp(write, field):
     assert found == {"pass@1": 0.5, "parses": 1.0}
 
 
-def test_mbpp_takes_the_tasks_that_published_results_are_of(write):
+def test_mbpp_has_the_published_test_tasks(write):
     records = [
         {"task_id": number, "text": "a", "test_list": ["b"]} for number in (10, 11, 510, 511)
     ]
     assert [problem.id for problem in load_mbpp(write(lines(records))).problems] == ["11", "510"]
 
 
-def test_python_is_scored_by_what_parses():
+def test_python_is_scored_by_parsing():
     task = load_task("python")
     assert [problem.prompt for problem in task.problems] == load_prompts("python")
     answers = [Attempt(text="\n\nx = 1\ny = 2\n"), Attempt(text="\n\n)(\n")]
