@@ -93,7 +93,7 @@ def test_files_of_prompts(tmp_path):
     assert cells.read_prompts(str(tmp_path / "b.json")) == ["x"]
 
 
-def test_what_cells_cost_is_said_of_both_sides():
+def test_cells_show_the_cost_of_both_sides():
     rows = grid.read_document("notebooks/results/python_pair_grid.json")["cells"]
     cell = next(cell for cell in rows if cell["key"]["draft_length"])
     (plain, plain_ms), (name, ms) = cells.costs_of(

@@ -159,7 +159,7 @@ def test_messages_of_a_conversation():
     assert told == "Be brief. Hi Hello. Why? Because. And then?"
 
 
-def test_pieces_are_marked_by_who_wrote_them():
+def test_pieces_are_marked_by_their_writer():
     """Each piece has its own mark, and the text as a whole no style, also with a tokenizer that
     drops the first space of a text.
     """

@@ -67,7 +67,7 @@ def test_conversations_are_written_counted_and_read_for_training(target, chats, 
     assert np.concatenate(list(whole)).tolist() == tokens.tolist()
 
 
-def test_a_prompt_of_a_test_among_them_is_refused(target, chats, tmp_path):
+def test_prompts_of_a_test_set_are_refused(target, chats, tmp_path):
     places = json.loads((chats / "0000.json").read_text())["conversations"]
     decode = open_checkpoint(target).tokenizer.decode
     starts = [start for start, _ in places] + [None]
@@ -89,7 +89,7 @@ def test_words_before_and_after_special_tokens_are_apart(target):
     assert study.words_of(study.text_of(tokenizer, tokens)) == ["add", "3", "to", "x", "x", "3"]
 
 
-def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters():
+def test_test_prompts_are_searched_turn_by_turn():
     turns = [
         ("1", "one two three four five"),
         ("1", "too short"),

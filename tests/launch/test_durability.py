@@ -62,7 +62,7 @@ def cells(path):
 GRID = ["launch/benchmark.py", *TINY, "--grid=draft_length=0,1"]
 
 
-def test_a_full_disk_is_one_line_and_keeps_the_cells(tmp_path):
+def test_full_disk_keeps_the_measured_cells(tmp_path):
     command = [*GRID, f"--output={tmp_path}/out.json"]
     killed_when(lambda: cells(tmp_path / "out.json"), command)
     size = (tmp_path / "out.json").stat().st_size
@@ -76,7 +76,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_cells(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
+def test_training_resumes_after_a_full_disk(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(12):
         text = f"def f{number}(x):\n    return x + {number}\n" * 20

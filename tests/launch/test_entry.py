@@ -21,7 +21,7 @@ def entry():
     return importlib.import_module("launch.lib.entry")
 
 
-def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path, monkeypatch):
+def test_output_is_checked_before_the_work(entry, tmp_path, monkeypatch):
     entry.check_output(None)
     entry.check_output("/dev/null")
     entry.check_output(str(tmp_path / "new" / "result.json"))
@@ -43,7 +43,7 @@ def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path, monkeypatch)
         entry.check_output(str(tmp_path / "result.json"))
 
 
-def test_the_command_is_the_one_that_was_typed(entry, monkeypatch):
+def test_command_is_recorded_as_typed(entry, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch/x.py", "--prompt=a b"])
     assert entry.command() == "python launch/x.py '--prompt=a b'"
 
@@ -169,7 +169,7 @@ def test_text_cannot_steer_a_terminal(entry):
     assert entry.visible("\x1b[2J\r\x7f\x9b\u202e") == "␛[2J␍<U+007F><U+009B><U+202E>"
 
 
-def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
+def test_colours_are_left_out_without_a_terminal(entry, monkeypatch):
     with only_shared_flags():
         entry.flags.FLAGS(["x"])
         monkeypatch.delenv("COLUMNS", raising=False)
@@ -179,7 +179,7 @@ def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
         assert entry.make_console(file=io.StringIO()).width == entry.WIDTH_OF_FILES
 
 
-def test_what_is_generated_does_not_look_like_the_prompt():
+def test_generated_text_has_another_style_than_prompt():
     """A style of the whole text, instead of the prompt alone, would extend to all appended text."""
     tokenizer = types.SimpleNamespace(
         token_bytes=lambda token, before=None: bytes([token]), eos_id=0
@@ -196,7 +196,7 @@ def test_what_is_generated_does_not_look_like_the_prompt():
     assert "\x1b[2mthe prompt\x1b[0m\x1b[32m" in shown and "\x1b[1m ■ end of file" in shown
 
 
-def test_no_command_that_is_shown_writes_over_the_results_that_come_along():
+def test_shown_commands_spare_the_shipped_results():
     """Commands to copy write to runs/, which git ignores, and never over the authors' results."""
     shown = [
         ROOT / "README.md",

@@ -209,7 +209,7 @@ def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_pat
     assert cell["result"]
 
 
-def test_a_checkpoint_is_not_converted_into_its_own_folder(folder):
+def test_converting_into_the_same_folder_is_refused(folder):
     before = sorted(folder.rglob("*"))
     assert "holds a model, or part of" in refuse(
         "export", f"--checkpoint={folder}", f"--output={folder}"
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_not_converted_into_its_own_folder(folder):
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_target_alone_has_no_draft_that_a_drafter_could_read(folder, monkeypatch):
+def test_model_drafter_without_draft_is_refused(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     config = load_config(f"configs/hf.py:~/{folder.name}")
     built = experiment.build(ExperimentConfig.from_config_dict(config))
@@ -266,9 +266,7 @@ def test_a_head_is_checked(folder, head, tmp_path):
 
 
 @extras.needs("jinja2")
-def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(
-    folder, head, tmp_path, capsys
-):
+def test_commands_check_heads_and_write_conversations(folder, head, tmp_path, capsys):
     target = shutil.copytree(folder, tmp_path / "tuned")
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

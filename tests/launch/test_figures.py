@@ -17,7 +17,7 @@ def lines(axis):
     return {line.get_label(): line.get_xydata() for line in axis.lines}
 
 
-def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
+def test_figure_1_has_curves_and_published_points():
     figure = figures.draw_paper(read_result("python_pair_grid"))
     total, share, _ = figure.axes
     (greedy,) = (line for name, line in lines(total).items() if name.startswith("greedy ("))

@@ -52,9 +52,7 @@ def three_checks(monkeypatch):
     monkeypatch.setattr(kernel_check, "CHECKS", few)
 
 
-def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
-    three_checks, monkeypatch, tmp_path
-):
+def test_bad_kernels_are_named_and_others_run(three_checks, monkeypatch, tmp_path):
     """A second run tries the two failed kernels alone, and they pass."""
     asked, made, run = (
         (tmp_path / "first.json", "--parts=doctor,kernel,estimate"),
@@ -107,9 +105,7 @@ def fake(name, made):
     return KernelCheck(kernel=name, what="x", draw=lambda: (jnp.ones(2),), compute=made, near=0.1)
 
 
-def test_a_part_that_killed_the_process_is_tried_last_and_no_number_is_a_failure(
-    monkeypatch, tmp_path
-):
+def test_part_that_killed_the_process_runs_last(monkeypatch, tmp_path):
     output = tmp_path / "first.json"
 
     def spoils(kernels, x):

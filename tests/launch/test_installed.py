@@ -65,7 +65,7 @@ def test_a_setuptools_that_makes_no_wheels_is_named():
 
 
 @pytest.mark.slow
-def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
+def test_commands_of_a_first_hour_run_installed(site, tmp_path):
     save_tiny_pair(tmp_path / "pair", ["def f(x):"])
     pair = f"--config=configs/trained_pair.py:{tmp_path / 'pair'} --config.max_new_tokens=1"
     cells_json = tmp_path / "cells.json"
@@ -82,7 +82,7 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     assert found == (specsamp.__version__, "not a checkout")
 
 
-def test_an_unknown_command_is_refused_with_those_there_are(capsys):
+def test_unknown_command_is_refused_with_a_suggestion(capsys):
     assert (
         main(["--version"]) == 0 and capsys.readouterr().out == f"specsamp {specsamp.__version__}\n"
     )

@@ -62,9 +62,7 @@ def choose(config, monkeypatch, **costs):
         ((DEAR, 9.0), (DEAR, 0.0), ("model", 0)),  # nothing pays
     ],
 )
-def test_the_best_forecast_is_chosen_and_calls_are_timed_once(
-    config, monkeypatch, tmp_path, model, ngram, chosen
-):
+def test_best_forecast_is_chosen_by_one_timing(config, monkeypatch, tmp_path, model, ngram, chosen):
     cells = [cell("model", [1, 0, 0, 0, 0, 0, 0, 9]), cell("ngram", [6, 0, 0, 0, 0, 0, 0, 4])]
     (tmp_path / "acceptance.json").write_text(json.dumps({"identity": {}, "cells": cells}))
     found, timed, said = choose(config, monkeypatch, model=model, ngram=ngram)
@@ -83,7 +81,7 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(
 @pytest.mark.parametrize(
     "fields, processes", [({}, 2), ({"mesh.data": 2}, 1), ({"mesh.model": 2}, 1)]
 )
-def test_several_devices_are_told_a_number(config, monkeypatch, fields, processes):
+def test_machine_choice_refuses_several_devices(config, monkeypatch, fields, processes):
     monkeypatch.setattr(machine_choice.jax, "process_count", lambda: processes)
     with pytest.raises(
         ValueError, match="draft_length=machine takes a drafter, one device and jit: name a number"
@@ -92,7 +90,7 @@ def test_several_devices_are_told_a_number(config, monkeypatch, fields, processe
 
 
 @pytest.mark.slow
-def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypatch):
+def test_acceptance_is_counted_without_recorded_results(config, monkeypatch):
     found, _, said = choose(config, monkeypatch, model=(FREE, 0.0), ngram=(FREE, 0.0))
     assert (found.drafter, found.draft_length) == ("model", 7), (
         "the draft is the target: everything is accepted"
@@ -100,6 +98,6 @@ def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypa
     assert "model K = 7: 8.00x" in said
 
 
-def test_nothing_is_chosen_for_a_tree_whose_shape_is_given(config):
+def test_given_tree_shape_excludes_machine_choice(config):
     tree = config.turned({"draft_length": 3, "tree": (3, 2, 1), "rule": "recursive"})
     assert machine_choice.is_possible(config) and not machine_choice.is_possible(tree)

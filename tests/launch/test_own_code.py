@@ -50,7 +50,7 @@ def config(**fields):
 
 
 @pytest.mark.slow
-def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path):
+def test_drafter_and_rule_files_are_benchmarked(own, tmp_path):
     output = tmp_path / "result.json"
     flags = (
         f"--config.drafter={own}:Repeats(K)",
@@ -68,7 +68,7 @@ def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path)
     assert document["cells"][0]["key"]["drafter"].startswith(f"{own}:Repeats(K)")
 
 
-def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(own):
+def test_expressions_use_models_and_make_equal_drafters(own):
     made = config(drafter=f"{own}:Repeats(K, target)")
     built = experiment.build(made)
     assert built.method.drafter.target == built.pair.target
@@ -89,7 +89,7 @@ def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(ow
         ({"drafter": "mine"}, "drafter must be one of"),
     ],
 )
-def test_code_that_does_not_fit_is_refused_in_one_line(own, fields, message):
+def test_unfitting_code_is_refused_in_one_line(own, fields, message):
     fields = {name: value.format(own=own) for name, value in fields.items()}
     with pytest.raises(ValueError) as error:
         experiment.build(config(draft_length=5, **fields))

@@ -17,7 +17,7 @@ PAGES = [
 ]
 
 
-def test_the_pages_are_what_their_marks_are_filled_with():
+def test_pages_equal_their_generated_parts():
     for path in page.PAGES:
         text = path.read_text(encoding="utf-8")
         assert text == page.filled(text), "run python launch/study.py --page"
@@ -31,7 +31,7 @@ def test_every_result_is_in_a_mark():
     assert "grid" not in page.shown(["<!-- files: pair -->\n<!-- end -->"])  # the control
 
 
-def test_links_of_all_pages_lead_to_files_and_headings():
+def test_links_lead_to_files_and_headings():
     count = 0
     for file in PAGES:
         links = re.findall(
@@ -49,7 +49,7 @@ def test_links_of_all_pages_lead_to_files_and_headings():
     assert count > 50
 
 
-def test_commands_of_the_readmes_name_files_that_are_there():
+def test_readme_commands_name_existing_files():
     for file in (README, ROOT / "launch/README.md"):
         text = file.read_text(encoding="utf-8")
         paths = re.findall(r"\b((?:launch|configs)/[\w/]+\.(?:py|sh))", text)
@@ -59,7 +59,7 @@ def test_commands_of_the_readmes_name_files_that_are_there():
         assert paths and not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_public_pairs_of_the_readme_are_those_of_their_configuration():
+def test_readme_lists_the_configured_public_pairs():
     rows = re.findall(
         r"^\| `([\w.-]+)` \| (\S+) \| (\S+) \| (\d+) \|$",
         (ROOT / "launch/README.md").read_text(),

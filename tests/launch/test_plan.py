@@ -68,7 +68,7 @@ def test_damaged_files_are_named(tmp_path, flag, content, message):
     assert message in refuse("plan", RATE, f"--{flag}={path}")
 
 
-def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
+def test_cells_of_another_draft_temperature_are_ignored(tmp_path):
     """A draft with a temperature of its own, as in the shipped sweep, has another acceptance than
     the pair.
     """
@@ -82,7 +82,7 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
 
 
-def test_a_band_is_shown_as_the_compile_report_shows_it():
+def test_plan_shows_bands_like_compile_report():
     """A plan shows the bands of the compile report, and the error of their calibration."""
     path = "notebooks/results/compile_qwen_3b_v5e.json"
     document = json.loads((ROOT / path).read_text())

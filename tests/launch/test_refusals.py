@@ -31,7 +31,7 @@ def refused(command, message):
 
 
 @pytest.mark.parametrize("command, message", cases("before a pair is read") + OF_THE_ENDPOINT)
-def test_what_is_refused_before_a_pair_is_read(monkeypatch, command, message):
+def test_command_is_refused_before_reading_the_pair(monkeypatch, command, message):
     def never(*_, **__):
         raise AssertionError("a pair was read")
 
@@ -41,5 +41,5 @@ def test_what_is_refused_before_a_pair_is_read(monkeypatch, command, message):
 
 
 @pytest.mark.parametrize("command, message", cases("after a pair was read"))
-def test_what_is_refused_after_a_pair_was_read(command, message):
+def test_command_is_refused_after_reading_the_pair(command, message):
     refused(command, message)

@@ -37,7 +37,7 @@ def asked(tmp_path):
 
 
 @pytest.mark.slow
-def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
+def test_pods_write_the_texts_of_one_run(tmp_path, asked):
     """Pods have the indices of an Indexed Job; a run of all prompts decodes the parts of pods that
     never start.
     """
@@ -78,7 +78,7 @@ def test_a_wrong_line_of_prompts_is_refused(tmp_path, line, message):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_replicas_has_the_scores_of_one_run(tmp_path):
+def test_replicas_evaluate_with_scores_of_one_run(tmp_path):
     """A run of all problems decodes the completions that a killed replica's last block lacks."""
     asked = [
         "--task=python",

@@ -115,7 +115,7 @@ class Compiling:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_second_interrupt_does_not_wait_for_what_is_being_compiled(monkeypatch, at_once):
+def test_second_interrupt_does_not_wait_for_compilation(monkeypatch, at_once):
     """The first interrupt closes the service; after the second, a normal exit would still block."""
     with only_shared_flags():  # another script may have defined flags of these names
         serve = importlib.import_module("launch.serve")
@@ -151,7 +151,7 @@ def test_without_its_libraries_it_says_what_to_install(never, monkeypatch):
     assert "pip install starlette uvicorn pydantic jinja2" in refuse("serve", "--port=0")
 
 
-def test_a_key_of_the_environment_is_checked_as_well(never, monkeypatch):
+def test_key_of_the_environment_is_checked(never, monkeypatch):
     monkeypatch.setenv(KEY, "two words")
     error = refuse("serve", "--port=0")
     assert f"the environment variable {KEY} must hold keys" in error and "two words" not in error

@@ -134,7 +134,7 @@ def test_the_newest_python_that_runs_is_taken(checkout, stand_ins, found):
         ("3, 10, 9, 'final', 0", 0),
     ],
 )
-def test_a_python_for_which_there_are_no_wheels_is_passed_over(checkout, release, free_threaded):
+def test_python_without_wheels_is_skipped(checkout, release, free_threaded):
     checkout.add(PYENV_314, release, free_threaded)
     refused = checkout.run(FIND)
     assert refused.returncode == 1 and refused.stderr.startswith(
@@ -145,7 +145,7 @@ def test_a_python_for_which_there_are_no_wheels_is_passed_over(checkout, release
     assert checkout.run(FIND).stdout == "python3.11\n"
 
 
-def test_a_version_that_is_named_is_taken(checkout):
+def test_named_python_version_is_used(checkout):
     checkout.add("python3.13")
     checkout.add("python3.12")
     assert checkout.run(f"export PYTHONS=3.12; {FIND}").stdout == "python3.12\n"
@@ -153,7 +153,7 @@ def test_a_version_that_is_named_is_taken(checkout):
     assert refused.returncode == 1 and refused.stderr.startswith("No Python 3.11 found")
 
 
-def test_what_is_installed_is_installed_again_only_after_a_change(checkout):
+def test_installation_is_repeated_only_after_a_change(checkout):
     checkout.add("python3.13")
     demo, test = "bash launch/demo.sh", "bash launch/test.sh"
     made, installed, ran = checkout.called(test)
@@ -170,7 +170,7 @@ def test_what_is_installed_is_installed_again_only_after_a_change(checkout):
         assert len(checkout.called(test)) == 2 and len(checkout.called(test)) == 1
 
 
-def test_an_installation_that_failed_is_tried_again(checkout):
+def test_failed_installation_is_tried_again(checkout):
     checkout.add("python3.13")
     fails = checkout.notes.with_suffix(".fails")
     fails.touch()
@@ -179,7 +179,7 @@ def test_an_installation_that_failed_is_tried_again(checkout):
     assert "--editable .[test]" in "".join(checkout.called("bash launch/test.sh"))
 
 
-def test_newest_releases_are_installed_each_time_and_then_replaced(checkout):
+def test_newest_releases_are_installed_each_time(checkout):
     checkout.add("python3.13")
     checkout.called("bash launch/test.sh")
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_newest_releases_are_installed_each_time_and_then_replaced(checkout):
     assert ": .ci/newest.txt, " in checkout.called("bash launch/test.sh")[0]
 
 
-def test_ci_runs_all_tests_on_the_newest_releases_and_the_quick_core_on_the_oldest(checkout):
+def test_ci_tests_newest_and_oldest_releases(checkout):
     checkout.add("python3.11")
     checkout.add(".pyenv/versions/3.13.0/bin/python")
     made, installed, then_made, then_installed, *ran = checkout.called("bash .ci/run")

@@ -13,7 +13,7 @@ def measured():
     return as_json(backtest.measure(None, print))
 
 
-def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_servers(measured):
+def test_backtest_compares_all_kinds_of_rows(measured):
     checks = backtest.checks_of(measured)
     assert {check["kind"] for check in checks if check["left_out"] == "kind"} >= {
         "served",

@@ -44,7 +44,7 @@ def run(capsys):
     return run
 
 
-def test_a_result_is_measured_once_and_replaces_nothing_else(run, tmp_path):
+def test_study_result_is_measured_once(run, tmp_path):
     output = tmp_path / "times.json"
     assert run(f"--output={output}", "--scale=-1")[:2] == (130, [])
     assert run(f"--output={output}")[:2] == (0, [1.0])
@@ -70,7 +70,7 @@ def test_a_result_is_measured_once_and_replaces_nothing_else(run, tmp_path):
     "argument, told",
     [("--scale=2", "options.scale was '1.0', is '2'"), ("--ways=b", "is ['b']")],
 )
-def test_a_file_of_other_options_is_refused_and_left_alone(run, tmp_path, argument, told):
+def test_study_file_of_other_options_is_refused(run, tmp_path, argument, told):
     output = tmp_path / "times.json"
     run(f"--output={output}")
     before = output.read_bytes()

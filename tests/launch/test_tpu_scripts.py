@@ -165,7 +165,7 @@ def test_gke_starts_a_workload_for_each_replica(cloud):
     assert len(created) == 2 and len(commands) == len(one) + 2
 
 
-def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
+def test_gke_exits_with_the_failed_replicas_status(cloud):
     cloud.states("ACTIVE")
     (cloud.fake / "bin" / "xpk").write_text(
         "#!/bin/bash\n[[ $* != *wait-for-job-completion=texts-0 ]] || exit 3\n"
@@ -221,7 +221,7 @@ def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
         ("setup --name=pod --ref=nowhere", "there is no commit 'nowhere'"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
+def test_bad_input_is_refused_before_any_call(cloud, typed, message):
     done = cloud.run(*typed.split(), status=2)
     assert message in done.stderr
     assert not cloud.calls()
@@ -230,7 +230,7 @@ def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
 @pytest.mark.parametrize(
     "flag, variable", [("zone", "CLOUDSDK_COMPUTE_ZONE"), ("project", "CLOUDSDK_CORE_PROJECT")]
 )
-def test_where_is_never_guessed(cloud, flag, variable):
+def test_missing_zone_or_project_is_refused(cloud, flag, variable):
     places = {"CLOUDSDK_COMPUTE_ZONE": "us-central2-b", "CLOUDSDK_CORE_PROJECT": "my-project"}
     arguments = ("--name=pod", "--dry_run", "--accelerator=v4-8")
     done = cloud.run(
@@ -306,7 +306,7 @@ def test_setup_gives_every_worker_the_commit(ready):
         assert (ready.fake / host / "specsamp" / "runs").is_dir(), "results must stay"
 
 
-def test_run_shows_the_first_worker_and_survives_a_lost_connection(ready):
+def test_run_shows_worker_and_survives_disconnection(ready):
     (ready.fake / "drops").touch()
     script = 'echo "$HOST: $1 in $PWD of $SPECSAMP_VERSION with $(command -v python)"'
     done = ready.run("run", "--name=pod", "--", "bash", "-c", script, "name", HARD[2])
@@ -326,7 +326,7 @@ def files_with(folder, text):
     return [path for path in files if text in path.read_text(errors="replace")]
 
 
-def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path):
+def test_secret_reaches_workers_and_no_log(ready, tmp_path):
     (temporary := tmp_path / "temporary").mkdir()
     script = 'printf %s "$HF_TOKEN" >"$FAKE/$HOST.received"'
     arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN,OTHER_KEY", "--", "bash", "-c", script)
@@ -340,7 +340,7 @@ def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path)
     assert not list(ready.fake.rglob("specsamp_secrets*")) and not list(temporary.iterdir())
 
 
-def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(ready, tmp_path):
+def test_secret_in_a_command_is_not_stored(ready, tmp_path):
     words = (
         "env",
         "HF_TOKEN=hf_seen",
@@ -378,7 +378,7 @@ def test_run_ends_workers_that_hang_after_the_first(ready):
     assert "w-1 ended with 143" in done.stderr
 
 
-def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
+def test_only_one_command_runs_and_can_stop(ready):
     def start_run(*arguments, **options):
         command = ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", *AT, *arguments]
         here = dict(cwd=ready.checkout, env=ready.environment, stderr=subprocess.DEVNULL)
@@ -425,7 +425,7 @@ def keep(cloud, *command, flags=(), **options):
     return cloud.run("keep_running", *of_slice, *flags, "--", *command, **options)
 
 
-def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
+def test_command_continues_after_losing_its_slice(cloud):
     """A slice is lost after step 3, and the next one runs the same commit, although a later commit
     exists and Google reports ACTIVE at first and refuses a deletion.
     """
@@ -450,7 +450,7 @@ def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
     )
 
 
-def test_a_command_that_fails_by_itself_is_not_repeated(cloud):
+def test_failing_command_is_not_repeated(cloud):
     cloud.states("MISSING", "ACTIVE")
     done = keep(cloud, "bash", "-c", "exit 2", status=2)
     assert "status 2 on a slice that still exists." in done.stderr
@@ -473,7 +473,7 @@ echo done"""
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
 
 
-def test_a_slice_that_is_always_lost_is_not_ordered_for_ever(cloud):
+def test_slice_lost_repeatedly_is_given_up(cloud):
     cloud.states("MISSING", "FAILED")
     failing = FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
     (cloud.fake / "bin" / "gcloud").write_text(failing)

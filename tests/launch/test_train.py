@@ -54,7 +54,7 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(run_training, texts, tmp_path):
+def test_killed_training_resumes_and_is_exported(run_training, texts, tmp_path):
     """A training that is killed without cleanup has the losses of an uninterrupted run."""
     target = tmp_path / "target"
     flags = flags_of(TARGET | {"data.folder": texts})
@@ -127,7 +127,7 @@ def test_a_target_is_tuned_to_draft_itself(train, run_training, texts, tmp_path)
     assert 0 < then[-1]["held_out/acceptance/exit_1 (temperature 1)"] <= 1
 
 
-def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
+def test_pair_prompts_begin_held_out_files(tmp_path):
     """A beginning of blank lines is no prompt: commands that decode a pair's prompts would refuse
     the pair.
     """
@@ -154,7 +154,7 @@ def test_training_names_what_is_wrong_and_begins_nothing(
 
 
 @pytest.mark.parametrize("fields, message", refused_trainings("distillations"))
-def test_a_distillation_is_checked_before_its_target_writes_anything(
+def test_distillation_is_checked_before_the_target_writes(
     train, run_training, texts, tmp_path, monkeypatch, fields, message
 ):
     """A mismatch would otherwise appear only after the target has written texts for an hour."""
@@ -189,9 +189,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(
-    train, run_training, texts, tmp_path, monkeypatch
-):
+def test_run_resumes_only_with_its_configuration(train, run_training, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train", lambda *_, **__: None)
     mine = tmp_path / "texts"
     shutil.copytree(texts, mine)

@@ -57,7 +57,7 @@ def drafts_as_it_was_trained(pair, run, prompt):
 
 
 @pytest.mark.slow
-def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
+def test_head_of_a_pair_trains_exports_drafts(
     train, run_training, texts, tmp_path, pair_folder, monkeypatch
 ):
     """Greedy text is the target's own, and a tuned head keeps its vocabulary of frequent tokens."""
@@ -127,9 +127,7 @@ def test_a_block_head_is_trained_by_a_word(run_training, texts, tmp_path, pair_f
 
 
 @pytest.mark.slow
-def test_what_was_trained_together_becomes_two_runs(
-    train, run_training, texts, tmp_path, monkeypatch
-):
+def test_joint_training_becomes_two_runs(train, run_training, texts, tmp_path, monkeypatch):
     """Both runs have the final parameters, also when the training is run again, and other commands
     read them.
     """
@@ -204,9 +202,7 @@ def public_config(target, chats, fields):
 
 
 @pytest.mark.slow
-def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
-    train, run_training, chats, tmp_path, public_target
-):
+def test_head_of_sharded_public_target_trains(train, run_training, chats, tmp_path, public_target):
     """The head's layer has the sizes of its target; it trains on the target's chats, and its run
     refuses another target.
     """
@@ -245,7 +241,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
 
 
 @pytest.mark.parametrize("fields, message", refused_trainings("public targets"))
-def test_a_public_target_is_checked_before_its_weights_are_read(
+def test_public_target_is_checked_before_reading_weights(
     run_training, chats, tmp_path, public_target, monkeypatch, fields, message
 ):
     def refuse(*_):
@@ -259,5 +255,5 @@ def test_a_public_target_is_checked_before_its_weights_are_read(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_of_a_public_target_is_of_the_kind_that_is_named():
+def test_public_head_kind_is_named_in_config():
     assert hf_head.get_config("target,medusa").head.kind == "medusa"
