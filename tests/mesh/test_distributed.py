@@ -94,9 +94,7 @@ def test_processes_decode_save_and_read_like_one(tmp_path):
         ("die_caught", 0, "a computation failed"),
     ],
 )
-def test_when_one_process_dies_the_other_ends_and_its_last_line_says_why(
-    tmp_path, scenario, survivor, message
-):
+def test_survivor_of_a_dead_process_says_why(tmp_path, scenario, survivor, message):
     jobs = start(scenario, tmp_path, SPECSAMP_HEARTBEAT_SECONDS="10")
     jobs[1 - survivor].communicate(timeout=1800)
     output, _ = jobs[survivor].communicate(timeout=1800)
@@ -104,7 +102,7 @@ def test_when_one_process_dies_the_other_ends_and_its_last_line_says_why(
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_for_the_others_in_vain_says_so_last(tmp_path):
+def test_lone_process_reports_missing_others(tmp_path):
     (alone,) = start("nothing", tmp_path, present=[0], SPECSAMP_CONNECT_SECONDS="3")
     output, _ = alone.communicate(timeout=1800)
     last = output.splitlines()[-1]
@@ -120,7 +118,7 @@ def test_other_code_is_refused_by_everybody(tmp_path):
         assert "the same commit" in output
 
 
-def test_a_coordinator_that_cannot_be_reached(monkeypatch):
+def test_unreachable_coordinator_is_an_error(monkeypatch):
     assert distributed.CONNECT_SECONDS + 10 < 60
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 1)
     address = f"127.0.0.1:{free_port()}"
@@ -130,7 +128,7 @@ def test_a_coordinator_that_cannot_be_reached(monkeypatch):
         distributed.start(address, 2, 1)
 
 
-def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
+def test_code_version_is_a_digest_of_source(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--process_id=3", "--config.batch=2"])
     monkeypatch.setenv("SPECSAMP_VERSION", "0123abc")
     before = distributed.code_version()
@@ -199,7 +197,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
+def test_evaluation_of_two_processes_equals_one(tmp_path):
     """The first process holds the texts, and sends the second one each request."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     results = []
@@ -218,7 +216,7 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path):
+def test_endpoint_of_two_processes_answers_and_ends(tmp_path):
     """The text equals the text of one process."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     flags = [

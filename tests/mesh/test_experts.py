@@ -41,7 +41,7 @@ SPLITS = [
 @pytest.mark.parametrize(
     "count, width, weight_dtype, part, length, inner", slow_but(SPLITS, *SPLITS[1:3])
 )
-def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length, inner):
+def test_sharded_logits_equal_one_device(count, width, weight_dtype, part, length, inner):
     """Covers splits by expert, by width, and by both.
 
     One all-reduce sums over devices, and no weight moves. A call has few tokens, or so many that
@@ -110,7 +110,7 @@ def test_rows_of_data_shards_choose_for_themselves():
     ]
 
 
-def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
+def test_indivisible_experts_are_refused_with_a_fix():
     model = model_of(6, 12)
     layout = Layout.tensor_parallel(make_mesh(1, 8))
     with pytest.raises(ValueError, match="'experts' has 6 entries.* 8 devices") as error:

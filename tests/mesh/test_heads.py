@@ -95,7 +95,7 @@ def test_tokens_of_one_device(pair, alone, draft, decode):
     assert sum(completion.stats.accepted for completion in alone) > 0
 
 
-def test_a_module_with_experts_has_the_features_of_one_device():
+def test_module_with_experts_equals_one_device():
     """Experts are split as in a target: one all-reduce sums over them, and no expert is moved."""
     head = MTPConfig(layer=SPARSE, target_layers=2, hidden_layers=(2,)).head()
     params, layout = noisy(head, 1), Layout.tensor_parallel(make_mesh(1, 8))
@@ -123,7 +123,7 @@ def collectives(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair, model", [("modules", 8), ("eagle3", 2)], indirect=["pair"])
-def test_everything_stays_where_it_is(pair, model):
+def test_arrays_of_a_head_stay_in_place(pair, model):
     """Weights are split, features are on all devices of a shard, and only logits are gathered."""
     mesh = make_mesh(1, model, devices=jax.devices()[:model])
     engine, requests = engine_of(shard(pair, mesh))
@@ -169,7 +169,7 @@ def test_rows_enter_on_their_devices(pair):
     assert "dynamic-" in write and not collectives(write)
 
 
-def test_parameters_are_read_to_the_devices_of_the_mesh():
+def test_head_parameters_are_placed_on_the_mesh():
     mesh = make_mesh(1, 2, devices=jax.devices()[:2])
     head = shard_head(HEADS["eagle3"].head(), Layout.tensor_parallel(mesh))
     places = placed(shapes_of(head), head)

@@ -126,7 +126,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
         assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
+def test_kernels_follow_the_mesh_of_a_pair(monkeypatch):
     """Kernels have the mesh of their pair, also after the pair is sharded again."""
     model = TransformerLM(tiny(num_kv_heads=2))
     params = drawn_params(model)

@@ -21,7 +21,7 @@ def test_tensor_parallelism_splits_heads_feed_forward_and_vocabulary():
     assert Layout.replicated(layout.mesh).spec(P("vocab", "embed"), (63, 64)) == P()
 
 
-def test_fewer_key_heads_than_devices_are_split_as_far_as_they_divide():
+def test_few_key_heads_are_split_and_replicated():
     mesh = make_mesh(1, 8, draft_model_parallelism=2)
     assert dict(mesh.shape) == {"data": 1, "replica": 4, "model": 2}
     whole = Layout.tensor_parallel(mesh)
@@ -38,7 +38,7 @@ def test_fewer_key_heads_than_devices_are_split_as_far_as_they_divide():
         assert dict(make_mesh(1, 8, num_kv_heads=heads).shape) == {"data": 1, "model": 8}
 
 
-def test_rows_of_logits_are_split_as_far_as_they_divide():
+def test_logit_rows_are_split_when_divisible():
     def shape(rows, **parts):
         return dict(make_mesh(1, 8, rows=rows, **parts).shape)
 
@@ -68,7 +68,7 @@ def test_a_draft_on_fewer_ways():
         draft_layout(mesh, 8)
 
 
-def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
+def test_too_large_mesh_suggests_a_fitting_one():
     """The heads of the paper's pair do not divide over the 256 chips of a v5e:16x16."""
 
     def axes(names):
@@ -95,7 +95,7 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
 @pytest.mark.parametrize(
     "name, kind, message", [("data", "Explicit", "Explicit axes"), ("x", "Auto", "axis 'data'")]
 )
-def test_a_mesh_that_is_not_from_make_mesh(name, kind, message):
+def test_mesh_without_make_mesh_is_refused(name, kind, message):
     mesh = jax.make_mesh((1, 8), (name, "model"), axis_types=(AxisType[kind],) * 2)
     with pytest.raises(ValueError, match=f"{message}.*use make_mesh"):
         Layout.tensor_parallel(mesh)
@@ -106,7 +106,7 @@ def test_devices_that_are_no_tpus_keep_their_order():
     assert make_mesh(2, devices=mixed).devices.ravel().tolist() == mixed
 
 
-def test_a_mesh_takes_all_devices_unless_told():
+def test_mesh_takes_all_devices_by_default():
     assert dict(make_mesh().shape) == {"data": 1, "model": 8}
     assert dict(make_mesh(2).shape) == dict(make_mesh(model=4).shape) == {"data": 2, "model": 4}
     assert dict(make_mesh(2, devices=jax.devices()[:4]).shape) == {"data": 2, "model": 2}

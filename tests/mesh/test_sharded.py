@@ -122,7 +122,7 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
     assert_same(made, alone + alone[:3])
 
 
-def test_a_model_on_a_mesh_can_be_called_in_parts():
+def test_sharded_model_in_parts_equals_one_call():
     """Embed, layers and unembed equal one call, with its hidden states and moved slots."""
     model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
     params = drawn_params(model)
@@ -151,7 +151,7 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
 
 
 @pytest.mark.slow
-def test_everything_is_where_it_should_be(transformer_pair, alone):
+def test_arrays_of_a_pair_are_placed_correctly(transformer_pair, alone):
     """Parameters, weights and caches are in place before and after the loop, and tokens equal one
     device's. Four devices hold two drafts, and split the two key heads.
     """

@@ -85,7 +85,7 @@ def check_splits(topology, chosen):
             assert are_boxes(places(mesh).reshape(-1, size, 4)), (topology, data, replica, model)
 
 
-def test_every_split_of_slices_up_to_256_chips_has_boxes_of_neighbours():
+def test_splits_up_to_256_chips_have_neighbours():
     count = 0
     for topology in SMALL:
         chosen = splits(SOLD[topology].devices)
@@ -96,7 +96,7 @@ def test_every_split_of_slices_up_to_256_chips_has_boxes_of_neighbours():
 
 
 @pytest.mark.parametrize("topology", [*SAMPLE, *NOT_SOLD])
-def test_larger_slices_and_slices_that_are_not_sold_have_boxes_of_neighbours(topology):
+def test_larger_and_unsold_slices_have_neighbours(topology):
     chosen = splits(len(devices(topology)))
     check_splits(topology, random.Random(topology).sample(chosen, min(6, len(chosen))))
 
@@ -121,21 +121,21 @@ def test_boxes_have_the_fewest_hops(topology, data, replica, model, copy_box, mo
 
 
 @pytest.mark.parametrize("topology", ["v4:4x4x8", "v5p:2x2x4", "v6e:4x8", "tpu7x:2x2x4"])
-def test_the_order_of_tpus_in_the_list_does_not_matter(topology):
+def test_mesh_ignores_the_order_of_devices(topology):
     given = devices(topology)
     for data in divisors(len(given)):
         meshes = [make_mesh(data, devices=order) for order in (given, given[::-1])]
         assert ids(meshes[0]) == ids(meshes[1]) == ids(described_mesh(topology, data))
 
 
-def test_devices_of_a_box_follow_a_ring_of_neighbours():
+def test_box_devices_follow_a_ring():
     for topology, data in (("v4:4x4x4", 8), ("v5p:4x4x8", 2), ("v5p:2x2x4", 1), ("v6e:8x8", 4)):
         parts = places(make_mesh(data, devices=devices(topology)))
         steps = np.abs(parts - np.roll(parts, 1, axis=1)).sum(axis=-1)
         assert (steps == 1).all(), topology
 
 
-def test_devices_of_closed_axes_are_in_row_major_order():
+def test_closed_axes_are_in_row_major_order():
     for topology, data, box in (("v4:4x4x4", 4, (4, 4)), ("v5e:2x2", 1, (2, 2))):
         first = places(make_mesh(data, devices=devices(topology)))[0]
         expected = [(x, y) for y in range(box[1]) for x in range(box[0])]
@@ -150,7 +150,7 @@ def test_devices_of_closed_axes_are_in_row_major_order():
         ("v6e:4x4", (hf, "llama-70b")),
     ],
 )
-def test_a_configuration_runs_on_the_mesh_that_reports_describe(topology, config, monkeypatch):
+def test_configuration_has_the_mesh_of_its_report(topology, config, monkeypatch):
     module, argument = config
     monkeypatch.setattr(jax, "devices", lambda: devices(topology))
     config = ExperimentConfig.from_config_dict(module.get_config(argument))
@@ -166,7 +166,7 @@ def test_a_configuration_runs_on_the_mesh_that_reports_describe(topology, config
     assert are_boxes(places(mesh).reshape(fields.data, fields.model, 4))
 
 
-def test_several_slices_are_refused_in_a_line_that_names_replicas():
+def test_several_slices_are_refused_naming_replicas():
     options = dict(chips_per_host_bounds=(2, 2, 1), num_slices=2)
     both = topologies.get_topology_desc("v5p:2x2x1", platform="tpu", **options).devices
     with pytest.raises(ValueError) as refused:
@@ -187,7 +187,7 @@ def test_several_slices_are_refused_in_a_line_that_names_replicas():
         (lambda x, y: x in (0, 2), "8 TPU devices has 8 of the 12 in a box of 3 x 4 x 1 chips"),
     ],
 )
-def test_a_list_of_tpus_with_holes_is_refused_with_both_numbers(keep, message):
+def test_incomplete_slice_is_refused_with_both_counts(keep, message):
     kept = [device for device in devices("v6e:4x4") if keep(*device.coords[:2])]
     with pytest.raises(ValueError, match=message) as refused:
         make_mesh(1, len(kept), devices=kept)
@@ -204,7 +204,7 @@ def test_boxes_that_do_not_divide_are_refused():
         torus.find_boxes((1, 4, 4), 12, 12)
 
 
-def test_a_part_of_a_slice_has_a_mesh_of_its_own():
+def test_part_of_a_slice_has_a_mesh():
     """The coordinates of a part need not begin at 0."""
     corner = [device for device in devices("v4:4x4x4") if min(device.coords) >= 2]
     mesh = make_mesh(2, 4, devices=corner)
