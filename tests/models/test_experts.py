@@ -79,7 +79,7 @@ def by_numpy(x_RD, logits_RE, stacked, experts):
 @pytest.mark.parametrize(
     "tokens, liking", [(1, 0.0), (6, 0.0), (64, 5.0), (65, 0.0), (150, 0.0), (150, 9.0)]
 )
-def test_tokens_get_what_their_experts_make(tokens, liking, stacked):
+def test_tokens_get_outputs_of_their_experts(tokens, liking, stacked):
     """Covers few tokens, and many in blocks; a liking for the last experts gives them several
     blocks, and some experts none.
     """
@@ -144,7 +144,7 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
 @pytest.mark.parametrize(
     "dtype, in_int8, tokens, part", [("float32", False, 5, 16), ("bfloat16", True, 40, 32)]
 )
-def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, part, monkeypatch):
+def test_experts_kernel_equals_the_plain_form(dtype, in_int8, tokens, part, monkeypatch):
     """Halves of the experts, mixed in parts as on two devices, add up; unchosen ones are not
     read.
     """
@@ -215,7 +215,7 @@ def test_gradients_are_those_of_all_experts(stacked):
 
 
 @pytest.mark.parametrize("tokens, block", [(1, 1), (3, 3), (17, 17), (40, 8)])
-def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
+def test_expected_experts_equal_the_routed_count(tokens, block):
     """The router chooses independently and uniformly; with favourites, the number is smaller."""
     logits = np.random.default_rng(0).normal(size=(400 * tokens, 8)).astype(np.float32)
 
@@ -232,7 +232,7 @@ def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
         assert tokens == 1 or count(logits + np.arange(8) / 3).mean() < 0.95 * expected
 
 
-def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
+def test_expert_loop_names_its_expected_steps(stacked):
     """The device with most blocks sets the number; only the scope of this loop has one."""
     half = {name: matrix[:4] for name, matrix in stacked.items()}
     for tokens in (6, 150):

@@ -77,7 +77,7 @@ def test_training_and_vmap_keep_xlas_product(used):
     np.testing.assert_allclose(each(x_BTD[None])[0], contract(SPEC, x_BTD, y_DX), atol=1e-4)
 
 
-def test_greedy_texts_are_those_without_it(library, monkeypatch):
+def test_greedy_texts_equal_plain_decoding(library, monkeypatch):
     def lm(width):
         return TransformerLM(
             tiny(vocab_size=32, width=width, num_layers=2, num_heads=2, positions="rotary"), "cpu"
@@ -99,7 +99,7 @@ def test_greedy_texts_are_those_without_it(library, monkeypatch):
     jax.clear_caches()
 
 
-def test_a_pool_of_one_thread_and_eight_devices_come_to_an_end(library):
+def test_one_thread_and_eight_devices_finish(library):
     """A handler that blocked on a task that the pool has not begun would block forever."""
     code = """
 import jax, numpy as np
@@ -141,7 +141,7 @@ for _ in range(20):
         ("SECONDS", 0.001, "timed out"),
     ],
 )
-def test_it_stays_off_and_says_why(monkeypatch, tmp_path, name, value, match):
+def test_few_rows_kernel_stays_off_with_reason(monkeypatch, tmp_path, name, value, match):
     folder = value if name == "folder" else str(tmp_path)
     monkeypatch.setattr(few_rows, "use_compilation_cache", lambda: folder)
     monkeypatch.setattr(few_rows, "_target", None)
@@ -166,7 +166,7 @@ def test_a_damaged_library_is_not_used(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kernel_whose_numbers_are_wrong_is_not_used(monkeypatch, tmp_path):
+def test_wrong_kernel_is_not_used(monkeypatch, tmp_path):
     wrong = tmp_path / "few_rows.cc"
     wrong.write_text(
         few_rows.SOURCE.read_text().replace("T; t++) total[t][v] += x", "T; t++) total[t][v] -= x")

@@ -13,7 +13,7 @@ from support.heads import medusa
 V, D = 16, 8
 
 
-def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
+def test_new_head_with_target_output_equals_target():
     """A new residual block adds nothing."""
     head = medusa(V, 2, own_output=False)
     weights, hidden = head.prepare(head.init(jax.random.key(0))), jnp.ones((1, 1, D))

@@ -84,7 +84,7 @@ def test_the_scale_multiplies_sums_in_float32(spec, dtype):
     assert np.abs(contract(spec, x, turned, dtype=jnp.float32) - exact).max() > 0.1
 
 
-def test_on_a_device_and_in_numpy_it_is_the_same():
+def test_int8_on_device_equals_numpy():
     weight = np.random.default_rng(1).normal(size=(40, 30)).astype(np.float32)
     weight[3], weight[5] = 0, 1e-37 * weight[5]  # a scale of 1e-39 has no finite reciprocal
     for axes in ((0,), (1,)):
@@ -107,7 +107,7 @@ def call(model):
 
 @pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
+def test_int8_model_equals_its_rounded_weights(name, order):
     """Equal up to rounding, in both orders; the unrounded model is a hundred times as far."""
     plain, ours = TransformerLM(MODELS[name], order), TransformerLM(in_int8(MODELS[name]), order)
     params = drawn_params(plain, noise=0.02)
@@ -154,6 +154,6 @@ def test_heads_in_int8(config):
     assert np.abs(found - run(head, params)).max() > 1e-3
 
 
-def test_what_is_in_int8_is_said_by_side():
+def test_int8_parts_are_reported_by_side():
     assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
     assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}

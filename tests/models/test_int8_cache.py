@@ -85,7 +85,7 @@ def test_scales_are_folded_into_scores_and_probabilities():
 
 
 @pytest.mark.parametrize("scheme, order", list(zip(SCHEMES, ("default", "cpu"))))
-def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
+def test_int8_cache_ignores_the_split_into_calls(scheme, order):
     """Equal up to the rounding of sums, which int8 magnifies only at the border of two steps."""
     model, weights = prepared(scheme, order)
     whole, cache = read(model, weights, (8,))

@@ -264,7 +264,7 @@ def test_a_model_with_kernels_equals_one_without(scheme):
 
 
 @pytest.mark.slow
-def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch):
+def test_kernels_with_paired_heads_keep_texts(monkeypatch):
     target = TransformerLM(tiny(head_size=SIZE // 2, positions="rotary", num_kv_heads=2))
     params = {
         "target_params": drawn_params(target, noise=0.3),
@@ -285,7 +285,7 @@ def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch)
     assert warped and {*warped} == {INTERPRETED}
 
 
-def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
+def test_unsupported_kernel_falls_back_and_warns_once(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", said.append)
     kernel_cache.say_once.cache_clear()
@@ -333,7 +333,7 @@ def test_warps_equal_the_plain_form(name):
 
 
 @pytest.mark.slow
-def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
+def test_first_call_finds_a_bad_kernel(monkeypatch):
     """A kernel sees a slot too many, raises an unforeseen error, does not warp, or expands
     wrongly.
     """

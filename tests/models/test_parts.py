@@ -62,7 +62,7 @@ def test_three_calls_are_one(name, order):
     assert one.hidden[0].shape == (2, 5, 32)
 
 
-def test_a_part_of_the_layers_leaves_other_caches_alone():
+def test_part_of_layers_keeps_other_caches():
     model, _, weights = make(MODELS["relative"])
     x_BTD, cache = model.embed(
         weights, jnp.array([[1, 2]]), jnp.array([3]), model.init_cache(1, SLOTS)
@@ -85,7 +85,7 @@ def test_a_part_of_the_layers_leaves_other_caches_alone():
         (0, 3, (4,), r"layer 4, .* has \(-1, 0, 1, 2\)"),
     ],
 )
-def test_layers_that_do_not_exist(first, last, hidden_layers, message):
+def test_missing_layers_are_refused(first, last, hidden_layers, message):
     model, _, weights = make(MODELS["rotary"])
     x_BTD, start_B = jnp.zeros((1, 2, 32)), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=message):
@@ -103,7 +103,7 @@ def test_layers_that_do_not_exist(first, last, hidden_layers, message):
 # N-grams.
 
 
-def test_an_ngram_adds_the_row_of_its_hash_alone():
+def test_ngram_adds_only_its_hash_row():
     """Equal n-grams share a row at any position; a different order or length has its own."""
     context_BX = jnp.asarray([[-1, -1, 7, 8, 9, 8, 7, 8, 9]])
     bigrams, trigrams = (

@@ -51,7 +51,7 @@ def test_float32_is_einsum(spec):
 
 
 @every_spec
-def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
+def test_gradient_of_float32_weight_is_not_rounded(spec):
     """Only operands are rounded; the control rounds the gradient too, as a plain einsum would."""
     x, y, weights = operands(spec, jnp.bfloat16)
     # A cotangent that bfloat16 does not round again.
@@ -64,7 +64,7 @@ def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_backward_products_have_the_precision_the_user_asked_for(precision):
+def test_backward_products_have_the_requested_precision(precision):
     """Holds even if the gradient is taken outside the context of the product."""
     spec = "BTD,VD->BTV"
     x, y, _ = operands(spec)
@@ -115,7 +115,7 @@ def test_blocks_sum_to_the_product(shape, monkeypatch):
     assert np.abs(product(turned) - exact).max() > 0.1  # the control: reversed rows
 
 
-def test_no_program_of_a_cpu_holds_a_large_int8_matrix_in_float():
+def test_cpu_program_widens_no_whole_int8_matrix():
     """Measured in a loop, like decoding; the control widens the same matrix whole."""
     weight, x_BTD = weight_and_rows((1024, 4096))
     whole = 4 * weight.size

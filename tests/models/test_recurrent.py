@@ -32,7 +32,7 @@ def token_by_token(state, q, k, v, g, beta):
 
 
 @pytest.mark.parametrize("alike", [0.0, 20.0])
-def test_rule_in_chunks_equals_the_rule_token_by_token(alike):
+def test_chunked_rule_equals_token_by_token(alike):
     """Covers keys that are almost alike, whose corrections almost cancel."""
     rng = np.random.default_rng(0)
     shape = 2, 3, 3 * CHUNK
@@ -81,7 +81,7 @@ def read_in_random_calls(rows=ROWS):
 
 
 @pytest.mark.slow
-def test_states_of_random_splits_with_rejections_are_bit_equal():
+def test_states_after_random_rejections_are_bit_equal():
     cache = read_in_random_calls()
     assert set(cache.position_B.tolist()) == {(LENGTH - REWIND) // CHUNK * CHUNK}
     states = np.asarray(cache.state_BNKV)

@@ -52,7 +52,7 @@ def test_write_beyond_either_end_is_dropped(monkeypatch, platform, batch, length
         assert_array_equal(result, written(cache, new, starts, axis), str(starts))
 
 
-def test_move_at_the_end_takes_the_slots_that_exist():
+def test_move_at_the_end_takes_existing_slots():
     """Of a tree of four rows, the last two lie beyond the cache: only rows 0 and 1 are moved."""
     cache = numbers((2, 1, SLOTS, 1))
     starts = np.array([30, 4], np.int32)

@@ -178,7 +178,7 @@ def oracle(config, params, tokens):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_one_layer_of_relative_positions_equals_the_naive_loop(kv_heads):
+def test_relative_positions_equal_the_naive_loop(kv_heads):
     """checkpoints/test_golden.py compares rotary positions with transformers."""
     model, params = model_and_params("relative", kv_heads, num_layers=1)
     tokens = some_tokens(3, LENGTH)
