@@ -49,7 +49,7 @@ def test_never_a_token_of_weight_zero(vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [128, 2000])
-def test_never_a_token_of_weight_zero_by_the_rounding_of_a_parallel_sum(vocab_size, monkeypatch):
+def test_parallel_sum_draws_no_zero_weight_token(vocab_size, monkeypatch):
     """A tree-shaped prefix sum, as on accelerators, may step by a rounding error at weight zero."""
     tree_sum = functools.partial(jax.lax.associative_scan, jnp.add)
     monkeypatch.setattr(

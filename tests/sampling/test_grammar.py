@@ -94,7 +94,7 @@ TREE = table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=TreeShape((0, 0, 1
 
 
 @pytest.mark.parametrize("loop", extras.slow_but([DRAFTED, TREE], DRAFTED))
-def test_texts_follow_the_law_of_masked_sampling(loop):
+def test_texts_have_the_distribution_of_masked_sampling(loop):
     """The mask of a drafted position depends on the drafted tokens before it."""
     found = distribution_test(loop, NEAR, letters(), length=3, expected=expected())
     assert found > FALSE_ALARM
@@ -109,13 +109,13 @@ class ForgetsDrafts(Follow):
 
 
 @pytest.mark.slow
-def test_the_control_is_seen():
+def test_control_is_caught():
     forgetful = chain(ForgetsDrafts(letters().warps[0].value), temperature(1.2))
     few = dict(length=3, samples=50_000, powered=False)
     assert distribution_test(DRAFTED, NEAR, forgetful, expected=expected(), **few) < FALSE_ALARM
 
 
-def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
+def test_dropped_matcher_is_made_again(monkeypatch):
     texts, numbers = module._Texts(), []
     several = [], [0], [0, 1], [0, 1, 1], [1, 0], [2, 2, 0]
     monkeypatch.setattr(module, "MOST_MATCHERS", 2)
@@ -260,7 +260,7 @@ def test_requests_bring_grammars_and_give_them_back():
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("streams", extras.slow_but([False, True], False))
-def test_a_text_is_a_call_where_it_must_be(choice, streams):
+def test_required_tool_call_is_written(choice, streams):
     pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
     service = serve(pair, rows=1, context=60, has_grammars=True)
     schema = {
@@ -297,7 +297,7 @@ def test_a_text_is_a_call_where_it_must_be(choice, streams):
 
 
 @pytest.mark.slow
-def test_grammar_of_a_queue_lives_as_long_as_the_queue():
+def test_grammar_lives_as_long_as_its_queue():
     pair = dataclasses.replace(
         counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES
     )
@@ -309,7 +309,7 @@ def test_grammar_of_a_queue_lives_as_long_as_the_queue():
     assert completion.text == "bcdeee!"
 
 
-def test_where_grammars_are_refused():
+def test_grammars_are_refused_where_unsupported():
     pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
     service = serve(pair, rows=2, context=40)
     with pytest.raises(

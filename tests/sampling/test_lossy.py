@@ -88,7 +88,7 @@ def test_golden_joint_ratios(tau, scores, passed, cost):
 
 
 @every_rule
-def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
+def test_meter_equals_the_emitted_total_variation(rule):
     """Covers each token of a round, given the tokens before it; the enumeration has no meter."""
     num_tokens = 2
     for one_hot in (False, True):
@@ -113,7 +113,7 @@ def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
 
 
 @every_rule
-def test_a_token_is_metered_where_it_was_drafted_and_is_emitted(rule):
+def test_only_emitted_drafted_tokens_are_metered(rule):
     target, draft = random_distributions(0, 4, 3, 4), random_distributions(1, 4, 3, 3)
     costs, extras = meters(rule, target, draft, num_tokens=3)
     for n in range(4):
@@ -123,7 +123,7 @@ def test_a_token_is_metered_where_it_was_drafted_and_is_emitted(rule):
 
 
 @every_rule
-def test_the_mean_of_summed_meters_bounds_the_total_variation_of_texts(rule):
+def test_summed_meters_bound_text_total_variation(rule):
     target, draft = random_distributions(2, 20, 3, 6), random_distributions(3, 20, 3, 6)
     for length in (1, 3):
         joint, price = joint_and_price(rule, target, draft, num_tokens=2, length=length)
@@ -168,7 +168,7 @@ class MetersTheDraftAgainstTheTarget(EARS):
         return jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0).sum(-1)
 
 
-def test_a_residual_that_costs_more_is_seen():
+def test_costlier_residual_is_caught():
     with jax.enable_x64(True):
         cost = ReplacesByLessThanWasRejected(0.5).variation(
             *map(jnp.asarray, (log(FLAT), log(UNIFORM)))
@@ -179,13 +179,13 @@ def test_a_residual_that_costs_more_is_seen():
 @pytest.mark.parametrize(
     "rule", [MetersAcceptedTokensOnly(0.3), MetersTheDraftAgainstTheTarget(0.3)]
 )
-def test_a_wrong_meter_is_seen(rule):
+def test_wrong_meter_is_caught(rule):
     target, draft = constant(FALLING, 2), constant(RISING, 1)
     joint, price = joint_and_price(rule, target, draft, num_tokens=1, length=1)
     assert not 0.9 < text_variation(joint, target, 1)[0] / price[0] < 1.1
 
 
-def test_an_ignored_budget_is_seen():
+def test_ignored_budget_is_caught():
     target, draft = constant(FALLING, 2), constant(RISING, 1)
     joint, price = joint_and_price(
         mutants.IgnoresItsBudget(EARS(0.3), 0.01), target, draft, num_tokens=1, length=1

@@ -51,7 +51,7 @@ def test_texts_follow_the_penalised_distribution():
 
 
 @pytest.mark.parametrize("kind, is_right", [(TargetDistributions, True), (StatesInOrder, False)])
-def test_a_node_of_a_tree_is_penalised_for_the_tokens_of_its_own_path(kind, is_right):
+def test_tree_node_is_penalised_for_its_path(kind, is_right):
     parents, tokens = [0, 0, 1, 2, 3], [1, 0, 2, 2, 1]
     draft = Draft(
         tokens_BK=jnp.asarray([tokens]),
@@ -106,7 +106,7 @@ def test_biases_exclude_and_favour():
 
 
 @pytest.mark.parametrize("sampling", [chain(greedy(), ban([0, 1, 2, 3])), chain(ban(range(12)))])
-def test_a_row_without_any_token_ends_and_emits_nothing_that_is_banned(sampling):
+def test_row_of_banned_tokens_ends_empty(sampling):
     rows = generate(table_pair(), [[1, 2], [5]], 6, sampling=sampling, draft_length=2)
     assert all(token > 3 for row in rows for token in row.tokens)
     assert (

@@ -119,7 +119,7 @@ def test_argmax_with_gumbels_draws_from_the_distribution(gumbels):
     )
 
 
-def test_the_upper_tail_of_gumbels_has_more_than_one_word(gumbels):
+def test_gumbels_have_a_fine_upper_tail(gumbels):
     """With one word, exp(-gumbel) is a multiple of 2^-23 there: no token below 1e-7 is drawn."""
 
     def distance_to_grid(numbers):

@@ -179,7 +179,7 @@ def test_the_distributions_shown_must_be_those_drawn_from(rule):
 
 
 @every_rule
-def test_a_token_must_not_be_dropped_for_its_probability(rule):
+def test_dropping_tokens_by_probability_is_biased(rule):
     target, draft = random_distributions(7, 4, 3, 5), random_distributions(8, 4, 3, 5)
     drop = [
         np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2)

@@ -60,7 +60,7 @@ DISTINCT = [RecursiveRule(), RecursiveRule("top_and_drawn"), TraversalRule()]
 
 
 @pytest.mark.parametrize("rule", [*DISTINCT, KeepsTheSecond()], ids=name_of)
-def test_three_siblings_of_four_tokens_emit_the_targets_distribution(rule):
+def test_three_siblings_keep_the_target_distribution(rule):
     """With three tokens, the third sibling has all remaining probability, and hides the mistake."""
     target, draft = random_distributions(22, 8, 4, 2), random_distributions(23, 8, 4, 2)
     joint, _ = enumerate_tree(rule, (0, 0, 0), target, draft, 2)
@@ -97,7 +97,7 @@ def test_children_must_be_judged_as_they_were_drawn(rule, parents, options):
     assert np.abs(joint - autoregressive(target, 3)).max() > BIASED
 
 
-def test_equal_siblings_of_a_rule_for_distinct_ones_are_dead():
+def test_repeated_siblings_of_distinct_rules_are_dead():
     """Siblings drawn with replacement are exact too: a repeated token has no probability left."""
     target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
     joint, _ = enumerate_tree(RecursiveRule(), TWO, target, draft, 3, drawn="independent")
@@ -110,7 +110,7 @@ def test_equal_siblings_of_a_rule_for_distinct_ones_are_dead():
 @pytest.mark.parametrize(
     "rule, of_chains", [(RecursiveRule(), TokenRule()), (TraversalRule(), BlockRule())]
 )
-def test_on_a_chain_it_is_the_rule_of_chains(rule, of_chains):
+def test_tree_rule_on_chain_equals_chain_rule(rule, of_chains):
     target, draft = random_distributions(5, 6, 3, 4), random_distributions(6, 6, 3, 4)
     rounds = enumerate_round(of_chains, target, draft, num_tokens=3)
     joint, accepted = enumerate_tree(rule, (0, 1, 2), target, draft, 4)
@@ -194,7 +194,7 @@ def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
 
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
-def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(rule, monkeypatch):
+def test_large_batches_are_judged_like_small_ones(rule, monkeypatch):
     """A folded vocabulary pads 13 tokens: no path and no weight reaches into the padding."""
     batch, vocab_size = 3, 13
     target_BTV, draft_BRV = (
@@ -257,7 +257,7 @@ def drawn(rule, count, probs=(0.5, 0.3, 0.15, 0.05)):
 @pytest.mark.parametrize(
     "rule", [RecursiveRule(), RecursiveRule("independent"), CoupledRule()], ids=str
 )
-def test_a_shorter_list_of_siblings_begins_a_longer_one(rule):
+def test_fewer_siblings_begin_a_longer_list(rule):
     three = drawn(rule, 3)
     assert_array_equal(drawn(rule, 2), three[:, :2])
     p = np.array((0.5, 0.3, 0.15, 0.05))

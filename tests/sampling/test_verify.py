@@ -62,7 +62,7 @@ def draft_each_row(rule, distributions_BKV, keys):
 
 @pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
-def test_nothing_but_numbers_comes_out(rule, one_hot):
+def test_verification_returns_finite_numbers(rule, one_hot):
     rng, keys = np.random.default_rng(4), some_keys()
     target, distributions = (
         hostile_distributions(rng, NUM_TOKENS + 1),
@@ -93,7 +93,7 @@ def test_nothing_but_numbers_comes_out(rule, one_hot):
 
 
 @every_rule
-def test_equal_distributions_are_accepted_whatever_the_noise(rule):
+def test_equal_distributions_are_always_accepted(rule):
     distributions, keys = (
         hostile_distributions(np.random.default_rng(5), NUM_TOKENS + 1),
         some_keys(),
@@ -113,7 +113,7 @@ def test_equal_distributions_are_accepted_whatever_the_noise(rule):
         assert np.all(residual[:, :NUM_TOKENS] == 0)
 
 
-def test_a_residual_without_mass_falls_back_to_the_target():
+def test_residual_without_mass_is_the_target():
     """Rounding may refuse a token although both distributions are equal."""
     target = hostile_distributions(np.random.default_rng(7), NUM_TOKENS + 1)
     draft = Draft(
@@ -127,7 +127,7 @@ def test_a_residual_without_mass_falls_back_to_the_target():
     assert np.all(chosen > -np.inf)
 
 
-def test_a_block_prefix_of_weight_one_is_kept_for_sure():
+def test_block_prefix_of_weight_one_is_kept():
     rng = np.random.default_rng(6)
     shape = (ROWS, NUM_TOKENS, VOCAB_SIZE)
     distributions = log_softmax(rng.normal(size=shape) * rng.uniform(0, 12, size=(ROWS, 1, 1)), -1)
