@@ -52,7 +52,7 @@ def test_the_fits_find_what_made_the_data():
     assert found.added.error < 1e-6 and found.hidden.error < 1e-6
 
 
-def test_a_measurement_that_does_not_belong_shows_in_the_error():
+def test_wrong_measurement_raises_the_error():
     rows = made_by(ADDED, HIDDEN)
     wrong = [
         r
@@ -63,7 +63,7 @@ def test_a_measurement_that_does_not_belong_shows_in_the_error():
     assert fit_published(tuple(wrong)).added.error > 0.1
 
 
-def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
+def test_v5e_16_70b_is_predicted_from_others():
     """Without the row's own layout in the fit, the median error is at most 10%, the largest 25%."""
     assert len(LLAMA) == 24 and len({row.layout for row in LLAMA}) == 2
     found = [(row.milliseconds, band) for row, band in held_out("layout") if row in LLAMA]
@@ -76,7 +76,7 @@ def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
 
 
 @pytest.mark.parametrize("by", ["layout", "source"])
-def test_bands_cover_nine_of_ten_steps_that_were_left_out(by):
+def test_bands_cover_left_out_steps(by):
     found = held_out(by)
     assert len(found) == len([row for row in published() if row.kind == "step"])
     assert sum(band.covers(row.milliseconds) for row, band in found) >= 0.9 * len(found)
@@ -113,7 +113,7 @@ def test_only_what_outlasts_the_streaming_is_exposed():
     )
 
 
-def test_chips_without_measurements_get_a_range_of_two_digits():
+def test_unmeasured_chips_get_a_range():
     work = Work(streaming_ms=5.4321, collectives=162, collective_hops=972)
     for chip in ("v4", "v5p", "v6e", "tpu7x"):
         band = estimate(chip, work)

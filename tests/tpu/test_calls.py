@@ -71,7 +71,7 @@ BY_EXPERT = dataclasses.replace(EXPERTS, width=784)
     ],
     ids=["by width", "int8", "by expert", "by expert, in a kernel"],
 )
-def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
+def test_call_reads_the_expected_experts(changes):
     made = with_experts(**changes)
     traffic, _, memory = call(made)
     floor = made.floor(made.target, tokens=5)
@@ -86,7 +86,7 @@ def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
     assert traffic.bytes < 0.75 * made.floor(made.target, tokens=1000)  # the floor of all experts
 
 
-def test_floors_count_the_experts_of_the_tokens_of_a_call():
+def test_floors_count_experts_of_all_tokens():
     made, one = with_experts(), 3 * 2048 * 768 * 2 / 4  # bytes of an expert, per device
     without = dataclasses.replace(
         made, target=with_experts(experts=dataclasses.replace(EXPERTS, num_experts=4)).target
@@ -104,7 +104,7 @@ def test_floors_count_the_experts_of_the_tokens_of_a_call():
     assert of_round == made.floor(made.target, tokens=5) + 4 * made.floor(made.target)
 
 
-def test_a_step_may_feed_one_token_where_one_more_reads_more_experts():
+def test_step_of_experts_may_feed_one_token():
     assert step_windows(with_experts(), with_experts().target) == (1, *STEP_WINDOWS)
     assert (
         step_windows(with_experts(experts=None), with_experts(experts=None).target) == STEP_WINDOWS
@@ -132,7 +132,7 @@ def widened(spec, x, y, *, dtype=None):
 
 
 @pytest.mark.slow
-def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
+def test_int8_weights_are_read_and_not_widened(monkeypatch):
     """The control writes converted matrices, some of which are too large to stay on the chip."""
     in_int8 = dataclasses.replace(PLAIN, weight_dtype="int8")
     plain = programs(PLAIN)
@@ -151,7 +151,7 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_cache_in_int8_is_read_as_it_is():
+def test_int8_cache_is_read_without_conversion():
     """For eight rows, half the bytes of a bfloat16 cache are read, and scales without padding."""
     shape = dict(
         width=1024, head_size=128, feedforward_width=1024, max_positions=16384, cache_dtype="int8"

@@ -34,7 +34,7 @@ def test_every_kernel_of_the_folder_has_a_check():
 
 
 @each_check
-def test_a_check_calls_its_kernel_and_the_plain_form_none(check, monkeypatch):
+def test_kernel_check_calls_kernel_and_plain_form(check, monkeypatch):
     called, pallas_call = set(), pl.pallas_call
     monkeypatch.setattr(
         pl,

@@ -39,7 +39,7 @@ def call(*made, scope=""):
     return Instruction("x", "custom-call", made, (), f'metadata={{op_name="{scope}"}}', False)
 
 
-def test_what_kernels_move_by_their_shapes():
+def test_kernel_traffic_follows_from_shapes():
     """Two rows of eight kv heads and 2048 slots, in blocks of 256; windows of distances have two
     tiles more.
     """
@@ -94,7 +94,7 @@ hlo: x
 """
 
 
-def test_a_loop_counts_for_each_step_and_its_pipeline():
+def test_loop_traffic_counts_steps_and_pipeline():
     schedule = Schedule.parse(BUNDLES)
     assert (
         schedule == Schedule(once=3, in_loop=3, cores=1) and schedule.cycles(steps=10) == 3 + 3 * 12
@@ -111,7 +111,7 @@ def test_a_loop_counts_for_each_step_and_its_pipeline():
 
 @pytest.mark.slow
 @libtpu
-def test_a_layer_moves_its_floor_and_caches_are_donated():
+def test_layer_with_kernels_moves_its_floor():
     """The paper's target at batch 8; without kernels a layer moves a quarter more."""
     mesh = described_mesh("v4:2x2x4", rows=8)
 

@@ -88,7 +88,7 @@ def test_nothing_is_copied_and_nothing_leaves_the_device(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_a_layer_moves_its_floor_and_two_all_reduces(name):
+def test_layer_moves_its_floor_and_all_reduces(name):
     """A layer reads its weights and caches once, and its computation hides behind these reads."""
     few, many = compiled(1, name), compiled(2, name)
     moved, floor = many.hbm_bytes - few.hbm_bytes, many.floor_bytes - few.floor_bytes
@@ -101,7 +101,7 @@ def test_a_layer_moves_its_floor_and_two_all_reduces(name):
     assert few.collectives == {"all-reduce": 2 + 1, "all-gather": 1}
 
 
-def test_a_round_holds_the_collectives_of_its_calls_alone():
+def test_round_has_only_the_collectives_of_calls():
     """Only the K calls of a one-layer draft and the call of the target have collectives."""
     assert compiled(2, "round").collectives == {
         "all-reduce": K * 3 + 2 * 2 + 1,
@@ -110,7 +110,7 @@ def test_a_round_holds_the_collectives_of_its_calls_alone():
 
 
 @pytest.mark.slow
-def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
+def test_early_exit_round_has_only_target_weights():
     """The first of two layers drafts one step (more: test_compiled.py); nothing is copied or stored
     twice.
 
@@ -154,7 +154,7 @@ def programs_with(head):
     )
 
 
-def test_a_step_of_medusa_s_reads_one_of_its_heads():
+def test_medusa_step_reads_one_head():
     """Memory holds all heads, but the reads of a step do not grow with their number."""
     two, three = (
         programs_with(FeatureHead(MedusaConfig(**OF_HEAD, hidden_layers=(2,), num_heads=n)))
@@ -176,7 +176,7 @@ EAGLE = Eagle3Config(**OF_HEAD, hidden_layers=(0, 1), draft_vocab_size=4096)
     [(BLOCK, 2, 3, TokenRule(), 1), (EAGLE, TreeShape((0, 0, 1)), 4, RecursiveRule(), 2)],
     ids=["block", "tree"],
 )
-def test_a_round_is_that_of_its_drafter(config, size, tokens, rule, calls):
+def test_round_has_the_calls_of_its_drafter(config, size, tokens, rule, calls):
     """A block is one call, a tree one for each level; chips exchange nothing more, and memory holds
     the weights of head and target.
     """
@@ -248,7 +248,7 @@ def test_out_of_memory_is_a_result():
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
 
-def test_what_fits():
+def test_bytes_of_the_pair_fit_the_slice():
     mesh = described_mesh(TOPOLOGY)
 
     def bytes_of(target_layers, draft_layers):
@@ -273,7 +273,7 @@ def test_what_fits():
         (dict(), 0, "draft_length must be an integer >= 1 .*got 0"),
     ],
 )
-def test_what_cannot_be_compiled(changes, draft_length, message):
+def test_impossible_sizes_are_refused(changes, draft_length, message):
     made = dataclasses.replace(programs(described_mesh(TOPOLOGY), 1), **changes)
     with pytest.raises(ValueError, match=message):
         compile_report(made, topology=TOPOLOGY, size=draft_length, rule=TokenRule())
@@ -288,7 +288,7 @@ def test_without_libtpu(monkeypatch):
         described_mesh(TOPOLOGY)
 
 
-def test_the_lines_of_the_compiler_that_matter():
+def test_compiler_message_is_reduced_to_its_buffers():
     message = (
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 15G.\nnoise\n  "
         "Size: 2.00G\n"

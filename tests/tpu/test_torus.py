@@ -68,7 +68,7 @@ def rings(mesh):
         ("v5e:16x16", (4, 4, 1), (16,)),
     ],
 )
-def test_whole_axes_go_one_after_another_and_any_other_box_is_one_ring(topology, box, sizes):
+def test_rings_of_whole_axes_and_other_boxes(topology, box, sizes):
     assert rings(cut(topology, box)) == sizes
 
 

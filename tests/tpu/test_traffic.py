@@ -89,7 +89,7 @@ def test_updates_in_a_fusion(inner, result, read, written):
         "fusion(%a), kind=kLoop, calls=%view, output_to_operand_aliasing={{}: (0, {})}",
     ],
 )
-def test_a_slice_in_a_fusion_within_a_fusion_is_what_is_read(view):
+def test_nested_fusion_reads_only_its_slice(view):
     """The TPU compiler reads one expert of many in this way; the controls read the whole table."""
     view_of = fused("view", "ROOT %w = f32[1000,1000]{1,0} copy(%a)")
     slicing = [
@@ -108,7 +108,7 @@ def test_a_slice_in_a_fusion_within_a_fusion_is_what_is_read(view):
     assert read("ROOT %s = f32[1000,1000]{1,0} bitcast(%a)") == 4_000_000
 
 
-def test_a_loop_over_experts_runs_as_often_as_is_expected():
+def test_expert_loop_counts_its_expected_steps():
     scope = 'metadata={op_name="jit(f)/experts_3_tokens_2_of_8_here_8_blocks_of_3/while"}'
     loop = "condition=%condition, body=%body"
     by_data = PROGRAM.replace("constant(5)", "parameter(1)")
@@ -120,7 +120,7 @@ def test_a_loop_over_experts_runs_as_often_as_is_expected():
     assert traffic_of(PROGRAM.replace(loop, f"{loop}, {scope}")).cycles == 500
 
 
-def test_an_asynchronous_collective_carries_what_its_end_delivers():
+def test_asynchronous_collective_counts_its_final_bytes():
     """The type of its start also contains its operand and two flags."""
     both = "f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}"
     traffic = traffic_of(
@@ -133,7 +133,7 @@ def test_an_asynchronous_collective_carries_what_its_end_delivers():
     assert (traffic.read, traffic.written) == (4_000_000, 4_000_000)
 
 
-def test_a_copy_through_on_chip_memory_is_a_copy():
+def test_copy_through_chip_memory_is_counted():
     lines = (
         "%s = (f32[1000,1000]{1,0:S(3)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
         "%d = f32[1000,1000]{1,0:S(3)} copy-done(%s)",
@@ -146,7 +146,7 @@ def test_a_copy_through_on_chip_memory_is_a_copy():
     assert traffic_of(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
 
 
-def test_what_must_not_be_is_looked_for_in_every_branch():
+def test_every_branch_is_searched_for_copies():
     """The branch with the most bytes counts; a copy and a transfer in another branch are found."""
     branches = (
         fused(
@@ -169,7 +169,7 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
     assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1
 
 
-def test_what_is_fetched_for_the_next_run_is_counted_once():
+def test_prefetch_for_the_next_run_counts_once():
     """A run begins with a fetch at the end of the previous run: it reads p2 once, not twice."""
     begin = "copy-start(%p2)"
     again = (
@@ -183,7 +183,7 @@ def test_what_is_fetched_for_the_next_run_is_counted_once():
     assert traffic_of(twice).read == traffic_of(PROGRAM).read + 4 * 16 * 4  # the control
 
 
-def test_equal_kernels_have_one_schedule_whatever_a_compiler_appends_to_their_numbers():
+def test_equal_kernels_share_one_schedule():
     """Newer compilers name them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and
     schedule the first alone.
     """
