@@ -66,7 +66,7 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [DFLASH, DSPARK])
-def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
+def test_training_block_has_the_inputs_of_decoding(head, target_params):
     """Its rows are decoding's, and are compared with the target's rows of the same tokens."""
     task = TrainBlock(head=head, target=TARGET, test_steps=head.config.max_tokens, anchors=ANCHORS)
     weights = head.training_weights(drawn_params(head, 1), None)
@@ -135,14 +135,14 @@ def by_hand(task, params, target_params):
     return expected
 
 
-def test_the_weights_are_those_of_d_pace():
+def test_weights_equal_d_pace():
     found = pace_weights(jnp.array([0.9, 0.8, 0.5, 0.5])[:, None], 0.5)[:, 0]
     assert_allclose(found, [2.927187, 1.977187, 1.122187, 0.480938], rtol=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pace, chunk", [(None, None), (0.3, 1)])
-def test_the_loss_is_that_of_dspark(target_params, pace, chunk):
+def test_loss_equals_dspark(target_params, pace, chunk):
     """The losses agree up to the constant between cross-entropy and KL, for any measured warp, also
     with logits in chunks.
     """

@@ -56,9 +56,7 @@ def table():
     return random_table(7, VOCABULARY, scale=0.3)
 
 
-def test_a_longer_run_begins_with_the_shards_of_a_shorter_one_and_goes_on_where_it_was(
-    tmp_path, table
-):
+def test_longer_run_continues_a_shorter_one(tmp_path, table):
     first = write(tmp_path / "a", 100, table)
     more = write(tmp_path / "a", 400, table)
     assert more.items() > first.items()
@@ -112,7 +110,7 @@ def asks_and_answers(after_question):
     return table
 
 
-def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
+def test_repeated_questions_end_in_one_line(tmp_path):
     """The target always writes the question "q"."""
     table = asks_and_answers(END)
     with pytest.raises(
@@ -134,7 +132,7 @@ class Instructions(Letters):
         return [BEGIN, USER, *self.encode(message["content"]), ANSWER]
 
 
-def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
+def test_question_ends_where_the_answer_begins(tmp_path):
     """The target writes the question "q" and the answer "r"."""
     table = asks_and_answers(ANSWER)
     pair = Pair(target=TableLM(VOCABULARY), target_params=table, tokenizer=Instructions())
@@ -152,7 +150,7 @@ def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
 
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"coolest": 0.5}, {"shard": 9}, {"table": 8}])
-def test_a_folder_of_another_target_or_of_other_options_is_refused(tmp_path, table, changed):
+def test_folder_of_another_run_is_refused(tmp_path, table, changed):
     write(tmp_path, 10, table)
     other = random_table(changed.pop("table", 7), VOCABULARY, scale=0.3)
     with pytest.raises(ValueError, match="holds other conversations: .*Name another folder"):

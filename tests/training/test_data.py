@@ -48,7 +48,7 @@ def test_a_files_side_depends_on_its_path_alone(tmp_path):
     assert {name for name in after.held_out if name.startswith("later/")}
 
 
-def test_contents_are_read_as_they_are_and_what_is_left_out(tmp_path):
+def test_contents_are_read_and_omissions_counted(tmp_path):
     files = {
         "a.py": "x = 'é'\r\n",
         "latin.py": "é".encode("latin-1"),
@@ -116,7 +116,7 @@ def test_the_end_of_text_is_the_last_id(tokenizer):
 STREAM = np.arange(103, dtype=np.int32)
 
 
-def test_batches_of_any_size_hold_the_rows_of_the_seed_and_the_step():
+def test_batches_hold_rows_of_seed_and_step():
     """This also holds across epochs: 60 rows are more than five epochs of 11."""
     windows, other = Windows(STREAM, 8, seed=3), Windows(STREAM, 8, seed=4)
     assert windows.per_epoch == 11
@@ -163,7 +163,7 @@ def test_held_out_windows_spread_over_the_texts(tmp_path):
         held_out_windows(corpus, LETTERS, 8, 0)
 
 
-def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
+def test_mixture_has_its_shares_per_epoch():
     windows, rows = (
         Windows(STREAM, 8),
         1000 + np.arange(12, dtype=np.int32)[:, None] + np.zeros(9, np.int32),

@@ -100,7 +100,7 @@ def decoded_logits(head, params, target_params, tokens_T, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head, row", [(REDUCED, 7), (SINKS, 6), (MODULE, 5), (MEDUSA, 3)])
-def test_a_step_sees_what_decoding_would_see(head, row, target_params):
+def test_training_step_has_the_logits_of_decoding(head, row, target_params):
     """Every step has the logits of the loop's calls, compared with the target's right row."""
     ids = IDS if head.config.draft_vocab_size else None
     params = drawn_params(head, 1)
@@ -124,7 +124,7 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
 
 
 @pytest.mark.slow
-def test_modules_see_what_decoding_would_see(target_params):
+def test_training_modules_have_the_features_of_decoding(target_params):
     """Each module is one position further, has its own cache, and never sees later rows."""
     head, row = MTPConfig(**SHAPE, hidden_layers=(LAYERS,), num_modules=STEPS).head(), 6
     params = drawn_params(head)
@@ -181,7 +181,7 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
     assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(
+def test_reduced_vocabulary_learns_a_renormalised_target(
     target_params,
 ):
     task = TrainHead(head=REDUCED, target=TARGET, test_steps=1, objective="total_variation")
@@ -199,7 +199,7 @@ def test_the_most_frequent_tokens_are_kept():
     assert_array_equal(most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7])
 
 
-def test_a_medusa_head_learns_from_the_loss_of_its_offset_alone(target_params):
+def test_medusa_head_learns_from_its_own_offset(target_params):
     """The weight of an offset scales the gradient of its head."""
     params, teacher = drawn_params(MEDUSA_TASK), MEDUSA_TASK.teacher(target_params)
     of_decay = [dataclasses.replace(MEDUSA_TASK, decay=decay) for decay in (1.0, 0.5)]
@@ -227,7 +227,7 @@ def medusa_losses(target_params, mesh):
 
 
 @pytest.mark.slow
-def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target_params):
+def test_medusa_training_raises_acceptance_at_every_offset(target_params):
     """Heads that are split over devices, as the target's output is, have the same losses."""
     one, two = (
         medusa_losses(target_params, make_mesh(1, n, devices=jax.devices()[:n])) for n in (1, 2)
@@ -239,7 +239,7 @@ def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target
     assert_allclose(two["loss"], one["loss"], rtol=1e-3)
 
 
-def test_a_new_state_is_made_where_it_belongs():
+def test_new_state_is_created_in_place():
     """Heads, which begin as the target's output, and their moments are never moved."""
     mesh = make_mesh(2, 4)
     target = dataclasses.replace(

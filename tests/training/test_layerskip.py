@@ -39,7 +39,7 @@ def test_dropout_of_eight_layers():
         assert_allclose(tuned.dropout_at(step), 0.2 * expected, **TWO_DECIMALS)
 
 
-def test_layers_that_are_read():
+def test_layers_are_read_by_curriculum():
     """Eight layers, a rotation of four, a hundred steps."""
     for curriculum, step, expected in (
         ("rotational", 1, [1, 5, 7]),

@@ -109,7 +109,7 @@ def test_greedy_agreement(logits):
     assert 0 < agreement.mean() < 1
 
 
-def test_the_hybrid_leans_to_total_variation_as_acceptance_grows():
+def test_hybrid_leans_to_variation_as_acceptance_grows():
     """Acceptance 0.7 gives the divergence a weight of exp(-2.1), which has no gradient."""
     target, draft = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]])), jnp.log(jnp.array([[[0.2, 0.3, 0.5]]]))
     assert_allclose(objective.lk_hybrid(target, draft), [[0.296925]], atol=1e-6)

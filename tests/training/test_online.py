@@ -76,7 +76,7 @@ def changing():
     [(None, None, True), (SAMPLING, CoupledRule(), True), (SAMPLING, TokenRule(), False)],
     ids=["greedy", "coupled", "the control: sampled"],
 )
-def test_greedy_and_coupled_texts_do_not_depend_on_the_draft(sampling, rule, equal):
+def test_greedy_and_coupled_texts_ignore_the_draft(sampling, rule, equal):
     options = dict(prompts=PROMPTS[:12], rule=rule, sampling=sampling, rows=2)
     found, plain = (many(learner, **options) for learner in (changing(), None))
     assert ([text.tokens for text in found] == [text.tokens for text in plain]) == equal
@@ -148,7 +148,7 @@ def serve(learner, calls, found, **options):
 
 
 @pytest.mark.slow
-def test_a_service_takes_a_learner_and_uses_no_noise_twice():
+def test_learning_service_uses_no_noise_twice():
     learns = learner()
     service, seeds = serve(learns, 10, [])
     assert len(learns.losses) >= 4 and learns.losses[-1] < learns.losses[0]
@@ -158,7 +158,7 @@ def test_a_service_takes_a_learner_and_uses_no_noise_twice():
 
 
 @pytest.mark.slow
-def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
+def test_failing_learner_ends_no_text(tmp_path):
     found, known = [], []
 
     def fails(tokens):
@@ -179,7 +179,7 @@ def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prefix_that_a_former_draft_has_read_is_not_handed_on():
+def test_prefix_of_a_former_draft_is_dropped():
     copied = []
     for learns in (None, lambda tokens: PAIR.draft_params):
         options = dict(sampling=SAMPLING, draft_length=3, rows=1, stop=[])

@@ -116,7 +116,7 @@ def gap(params, texts, warp=temperature(0.7)):
     return float(jnp.where(texts.emitted_BT, jnp.abs(found_BT - texts.log_probs_BT), 0).max())
 
 
-def test_texts_end_at_a_stop_token_and_rows_go_on_with_the_next_text():
+def test_rollouts_end_at_stops_and_refill_rows():
     """Texts have the log-probabilities of sampling. The training of a draft reads every position of
     a row: none of them is padding.
 
@@ -178,7 +178,7 @@ def test_advantages():
     assert_allclose(found, [-1, 1, -1, 1, 0, 0, 0, 0], atol=1e-6)
 
 
-def test_the_gradient_is_that_of_the_expected_reward():
+def test_gradient_equals_the_expected_rewards():
     """At the sampling policy, clipping has no effect, and the gradient is REINFORCE's."""
     rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
@@ -198,7 +198,7 @@ def test_the_gradient_is_that_of_the_expected_reward():
     jax.tree.map(functools.partial(assert_allclose, atol=2e-5), found, expected)
 
 
-def test_ratios_are_clipped_where_the_update_went_far_enough():
+def test_ratios_are_clipped_after_large_updates():
     """Texts have one token; the gradient by sampled log-probabilities is zero where clipped."""
     tokens_BT = jnp.full((4, 2), jnp.int32([1, 2]))
     ratios_BT = jnp.array([[2.0], [0.5], [2.0], [0.5]])
@@ -219,7 +219,7 @@ def test_ratios_are_clipped_where_the_update_went_far_enough():
 
 
 @pytest.mark.slow
-def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
+def test_rewards_rise_without_further_compilation(tmp_path):
     config = dataclasses.replace(CONFIG, policy=optimizer(steps=30))
     programs = []
     run(
@@ -234,7 +234,7 @@ def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whole):
+def test_killed_rollout_training_resumes_exactly(tmp_path, whole):
     """The training of the draft resumes as well."""
     folder, state = whole
     calls = []
@@ -275,7 +275,7 @@ def test_a_draft_that_learns_follows_the_policy(tmp_path, pair, task):
 
 
 @pytest.mark.slow
-def test_on_a_mesh_a_run_goes_on_where_its_parameters_lay(tmp_path, whole):
+def test_sharded_rollout_training_resumes_in_place(tmp_path, whole):
     pair = shard(PAIR, make_mesh(data=2, model=2, devices=jax.devices()[:4]))
     run(tmp_path, LEARNING, pair, draft_task=DRAFT)
     shutil.rmtree(tmp_path / "checkpoints" / "4")
@@ -285,7 +285,7 @@ def test_on_a_mesh_a_run_goes_on_where_its_parameters_lay(tmp_path, whole):
         assert_allclose(found, expected, atol=2e-3)
 
 
-def test_equal_rewards_teach_nothing_and_say_so(tmp_path):
+def test_equal_rewards_teach_nothing_and_warn(tmp_path):
     told = io.StringIO()
     state = run(tmp_path, reward=lambda prompt, text: 1, console=Console(file=told, width=200))
     assert "step 1: all texts of each prompt have the same reward" in told.getvalue()
@@ -301,6 +301,6 @@ def distil(pair, task=DRAFT, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), "1"])
-def test_a_reward_that_is_no_number_is_named_with_its_prompt(tmp_path, value):
+def test_invalid_reward_is_named_with_its_prompt(tmp_path, value):
     with pytest.raises(ValueError, match=rf"the reward of prompt \d, sample 0.*{value}"):
         run(tmp_path, reward=lambda prompt, text: value)

@@ -76,7 +76,7 @@ def truncate_largest(folder):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
 
-def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
+def test_damaged_checkpoint_is_named_and_deletable(saved):
     truncate_largest(saved / "6" / "params")
     with pytest.raises(
         ValueError, match="checkpoints/6 is damaged .*: delete that folder to go back"
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
     assert_array_equal(params_of(saved)["matrix"], 3 * PARAMS["matrix"])
 
 
-def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
+def test_cut_checkpoint_is_skipped(saved):
     """A cut checkpoint, under Orbax's temporary name, is skipped, and its step can be saved."""
     cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
     truncate_largest(cut / "params")
@@ -134,7 +134,7 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
 
 
-def test_opening_what_is_no_trained_model(trained, tmp_path):
+def test_folder_without_trained_model_is_refused(trained, tmp_path):
     with pytest.raises(
         FileNotFoundError, match="no training run at '.*nowhere': it has no run.json"
     ):
@@ -200,7 +200,7 @@ def test_a_run_belongs_to_its_configuration(tmp_path):
         run_folder.check_same(folder, "corpus", {"sha256": "b", "files": 4})
 
 
-def test_the_log_forgets_what_will_be_done_again(tmp_path):
+def test_log_drops_steps_to_be_repeated(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2, 3, 4):

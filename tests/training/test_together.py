@@ -40,7 +40,7 @@ def of_draft(drafting, draft, target):
     "drafting, pull",
     [(DISTILLED, 0.0), (MTP, 0.4)],
 )
-def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pull):
+def test_target_gradient_includes_a_part_of_drafts(drafting, pull):
     task = TrainTogether(drafting=drafting, weight=0.7, pull=pull)
     params = drawn_params(task)
     (loss, told), found = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(
@@ -57,7 +57,7 @@ def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pul
     assert_allclose([loss, told["draft/loss"]], [alone + 0.7 * drafted, drafted], rtol=1e-5)
 
 
-def test_what_would_have_no_effect_is_refused():
+def test_settings_without_effect_are_refused():
     with pytest.raises(ValueError, match="together.pull has no effect: a draft's cross-entropy"):
         TrainTogether(drafting=dataclasses.replace(DISTILLED, objective="cross_entropy"), pull=0.5)
     with pytest.raises(ValueError, match="cross_entropy needs the whole vocabulary"):
@@ -65,7 +65,7 @@ def test_what_would_have_no_effect_is_refused():
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
+def test_module_loss_is_the_text_cross_entropy():
     params, target = drawn_params(MODULE), drawn_params(MODEL, 1)
     found = jax.jit(MTP.loss)(params, MTP.teacher(target), TOKENS, KEY)[0]
     weights, prepared = MODULE.training_weights(params, None), {"params": target}

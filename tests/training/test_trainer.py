@@ -99,7 +99,7 @@ class Breaking:
 
 
 @pytest.mark.parametrize("at, resumed", slow_but([(2, 0), (11, 8)], (11, 8)))
-def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at, resumed):
+def test_killed_training_resumes_exactly(whole, tmp_path, at, resumed):
     """Losses and parameters are equal to the last bit; no step before the last checkpoint is
     repeated.
     """
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at
     jax.tree.map(assert_array_equal, resumed_state, state)
 
 
-def test_what_is_logged(whole):
+def test_losses_and_learning_rates_are_logged(whole):
     records = metrics(whole[0])
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 13))
     assert [r["step"] for r in records if "held_out/loss" in r] == [6, 12]
@@ -131,7 +131,7 @@ def params():
     return drawn_params(MODEL, 5)
 
 
-def test_an_update_leaves_the_parameters_that_it_began_with(params):
+def test_update_leaves_the_given_parameters(params):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     for given in (params, half):
         state, _ = train_update(TASK, TRAIN, init_state(TASK, TRAIN, given), None, DATA.batch(0, 8))
@@ -177,7 +177,7 @@ class Noisy:
         return params["scale"] * drawn, {"drawn": drawn}
 
 
-def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
+def test_task_noise_depends_on_step_and_microbatch():
     def drawn(seed, step, microbatches=1):
         config = dataclasses.replace(TRAIN, seed=seed, microbatches=microbatches)
         state = dataclasses.replace(init_state(Noisy(), config), step=jnp.int32(step))
@@ -225,7 +225,7 @@ def test_rows_that_do_not_divide_over_the_devices(tmp_path):
         train(TASK, TRAIN, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))
 
 
-def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
+def test_initial_parameters_are_used_and_kept(params, tmp_path):
     with pytest.raises(Killed):
         run(tmp_path, params=params, data=Breaking(2))  # steps donate their own copy
     expected, _ = TASK.loss(params, None, jnp.asarray(DATA.batch(0, 8)), KEY)
@@ -234,7 +234,7 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
         run(tmp_path / "other", TrainModel(lm(width=24)), params=params)
 
 
-def test_gradients_are_clipped_together_and_scales_do_not_decay():
+def test_gradients_are_clipped_and_scales_undecayed():
     """Adam cancels a common factor, so the first moment is checked: a norm of 5 becomes 1."""
     params = {"matrix": jnp.ones((2, 2)), "scale": jnp.ones(1)}
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
@@ -248,7 +248,7 @@ def test_gradients_are_clipped_together_and_scales_do_not_decay():
     assert_array_equal(updates["scale"], 0)
 
 
-def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
+def test_bfloat16_training_keeps_state_in_float32(tmp_path):
     model = TransformerLM(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     state = run(tmp_path, task=TrainModel(model), config=dataclasses.replace(TRAIN, steps=4))
     kept = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
@@ -261,7 +261,7 @@ def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
     assert "bf16" in program(TrainModel(model)) and "bf16" not in program(TASK)
 
 
-def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path):
+def test_diverging_training_ends_and_saves_nothing(params, tmp_path):
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
     with pytest.raises(FloatingPointError, match="at step 1 .*loss is nan.*learning_rate"):
         run(tmp_path / "nan", params=broken)
@@ -316,7 +316,7 @@ def test_cross_entropy_needs_no_target(target, params):
     assert metrics == {"text_loss": text} and abs(divergence - text) > 0.1
 
 
-def test_a_draft_that_is_its_target_is_always_accepted(target):
+def test_draft_equal_to_target_is_always_accepted(target):
     model, params = target
     task = TrainModel(model, model)
     measured = evaluate(task, params, params, HELD_OUT, 16, mesh_of(1))
