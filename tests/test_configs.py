@@ -76,7 +76,7 @@ def test_compiled_pair_has_the_larger_vocabulary(name):
 
 
 @pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
-def test_a_head_divides_over_the_mesh_of_its_target(name):
+def test_head_divides_over_the_target_mesh(name):
     """EAGLE-3 heads are as wide as the target, with reduced vocabularies of 32,000 or 64,000."""
     config = ExperimentConfig.from_config_dict(hf.get_config(name))
     assert config.drafter == "head"
@@ -115,7 +115,7 @@ def test_heads_of_known_shape_have_their_published_size(name):
     )
 
 
-def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
+def test_head_kind_is_read_from_its_files(tmp_path):
     target = tiny(num_layers=2, positions="rotary")
     head = FeatureHead(
         MedusaConfig(
@@ -130,7 +130,7 @@ def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
     assert shapes.head_of(unknown, published_config("Qwen/Qwen3-8B")).kind == "EAGLE-3"
 
 
-def test_two_names_are_a_pair_and_anything_else_is_refused():
+def test_only_two_names_form_a_pair():
     config = hf.get_config("runs/target,gs://bucket/draft")
     assert (config.hugging_face.target, config.hugging_face.draft) == (
         "runs/target",

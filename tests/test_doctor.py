@@ -30,7 +30,7 @@ SOUND = Facts(
 )
 
 
-def test_a_sound_machine_has_nothing_to_mend():
+def test_sound_machine_has_no_findings():
     findings = examine(SOUND, Wanted(devices=8, weights_bytes=9e9))
     assert {finding.level for finding in findings} == {Level.FINE}
     assert "JAX sees 8 x tpu, 17.2 GB each" in [finding.what for finding in findings]
@@ -56,7 +56,7 @@ TROUBLES = [
 
 
 @pytest.mark.parametrize(("changes", "what", "fix"), TROUBLES)
-def test_what_must_be_mended(changes, what, fix):
+def test_doctor_reports_errors_with_fixes(changes, what, fix):
     findings = examine(dataclasses.replace(SOUND, **changes), Wanted(devices=8, weights_bytes=9e9))
     (found,) = [finding for finding in findings if finding.level is Level.ERROR]
     assert what in found.what and fix in found.fix
@@ -71,14 +71,14 @@ WARNINGS = [
 
 
 @pytest.mark.parametrize(("changes", "what"), WARNINGS)
-def test_what_is_only_warned_of(changes, what):
+def test_doctor_reports_warnings(changes, what):
     (found,) = [
         one for one in examine(dataclasses.replace(SOUND, **changes)) if one.level is Level.WARNING
     ]
     assert what in found.what and found.fix
 
 
-def test_versions_that_keep_jax_from_the_tpu_are_errors():
+def test_versions_that_block_the_tpu_are_errors():
     stale = dataclasses.replace(
         SOUND, versions=SOUND.versions | {"libtpu": "0.0.44"}, platform="cpu"
     )
@@ -117,7 +117,7 @@ def test_a_result_names_the_kind_of_cpu(monkeypatch):
     assert "; AMD EPYC, avx2 avx512f, Linux x86_64, 2 cores, " in told
 
 
-def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
+def test_doctor_exits_with_the_worst_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.machine, "has_tpu", lambda: False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
@@ -138,7 +138,7 @@ def test_a_compiler_that_fails_is_a_finding(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, error):
+def test_failing_devices_are_a_finding(monkeypatch, error):
     """Causes are JAX_PLATFORMS=cuda without a plugin, or a TPU that another process holds."""
 
     def fail(*_):
@@ -167,7 +167,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_backend_that_is_not_there_is_one_line_of_every_command_and_of_load_pair():
+def test_missing_backend_is_one_line():
     """In a process without another backend, JAX fails an assertion that has no text."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_DEVICES]

@@ -65,7 +65,7 @@ def test_classes_of_the_readme_are_public_names():
     assert {"ModelDrafter", "TreeShape", "LanguageModel"} < classes <= set(specsamp.__all__)
 
 
-def test_importing_the_package_loads_nothing_that_is_not_used():
+def test_importing_specsamp_loads_nothing_unused():
     code = """
 import sys, specsamp
 assert not {"jax", "numpy", "flax", "orbax"} & set(sys.modules)
@@ -77,7 +77,7 @@ print(sorted({"orbax", "jax.experimental.pallas", "matplotlib", "tokenizers"} & 
     assert run(code)[0] == "[]\n"
 
 
-def test_the_shipped_pair_is_read_without_orbax_and_pallas():
+def test_shipped_pair_needs_no_orbax_or_pallas():
     """Only converted checkpoints and training need Orbax, and only kernels need Pallas."""
     code = """
 import sys
@@ -92,7 +92,7 @@ assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
 
 
 @extras.needs("libtpu")
-def test_libtpu_says_nothing_without_a_tpu():
+def test_libtpu_is_silent_without_a_tpu():
     """This holds even if a program imports JAX first, as in the README."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))
@@ -158,6 +158,6 @@ def test_experimental_parts_of_jax_are_there(name):
 
 
 @pytest.mark.parametrize("name", [".ci/newest.txt", ".ci/oldest.txt"])
-def test_experimental_parts_were_seen_in_the_releases_of_the_tests(name):
+def test_experimental_jax_parts_have_tested_releases(name):
     fixed = re.findall(r"^jax==([\d.]+)", (PACKAGE.parent / name).read_text(), re.MULTILINE)
     assert fixed and set(fixed) <= set(jax_names.SEEN)

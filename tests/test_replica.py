@@ -29,7 +29,7 @@ def test_a_replica_without_a_part_is_refused():
         Replica(2, 3).part({0: "a", 1: "b"}, "prompts")
 
 
-def test_files_of_replicas_are_found_beside_the_file_of_all(tmp_path):
+def test_replica_files_are_found_beside_the_output(tmp_path):
     path = tmp_path / "a[1].b.jsonl"
     assert files_of(tmp_path / "none" / "a.jsonl") == [] and Replica().file(path) == str(path)
     for name in (

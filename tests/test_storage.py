@@ -59,7 +59,7 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["kept"] and (tmp_path / "kept").read_text() == "old"
 
 
-def test_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
+def test_content_is_synced_before_the_rename(tmp_path, monkeypatch):
     """Otherwise a crash of the machine could result in an empty file under the name."""
     path, calls, fsync = tmp_path / "a.json", [], os.fsync
 
@@ -72,7 +72,7 @@ def test_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypat
     assert calls == [(False, 4)] and path.read_text() == "text"
 
 
-def test_permissions_are_those_of_the_umask_or_of_what_is_replaced(tmp_path):
+def test_permissions_follow_umask_or_replaced_file(tmp_path):
     """Writing through a link keeps the link."""
     private, link = tmp_path / "private", tmp_path / "link"
     before = os.umask(0o022)
@@ -92,7 +92,7 @@ def test_permissions_are_those_of_the_umask_or_of_what_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "private"]
 
 
-def test_what_is_no_regular_file_is_never_replaced(tmp_path):
+def test_special_files_are_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="no regular file"):
         storage.write(tmp_path / "pipe", "x")
@@ -172,7 +172,7 @@ def test_results_and_runs_in_a_bucket(bucket):
     assert [record["loss"] for record in read_metrics("gs://mine/metrics.jsonl")] == [1.0, 0.5, 9.0]
 
 
-def test_places_that_cannot_be_reached(monkeypatch):
+def test_unreachable_places_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="'ftp://x/y'.*gs://"):
         storage.place("ftp://x/y")
 

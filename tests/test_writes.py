@@ -92,7 +92,7 @@ def test_slots_are_written_by_the_helpers_alone():
     assert {*found()} == ALLOWED.keys()
 
 
-def test_a_write_of_every_kind_is_seen():
+def test_writes_of_every_kind_are_found():
     code = """
 def f(x):
     def g(y):
