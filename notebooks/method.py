@@ -336,7 +336,7 @@ def kept_per_round(a):
     keys = RoundKeys(rows_B=row_keys(5, rows, jnp.zeros_like(rows)), starts_B=jnp.zeros_like(rows))
     target_V, draft_V = jnp.log(jnp.array([[a / 2, 1 - a / 2], [1 - a / 2, a / 2]]))
     each_BV = jnp.broadcast_to(draft_V, (ROUNDS, 2))
-    drafted_BK = jnp.stack([rule.sample(each_BV, keys, node=i, depth=i) for i in range(LONGEST)], axis=1)
+    drafted_BK = jnp.stack([rule.sample(each_BV, keys, i) for i in range(LONGEST)], axis=1)
     draft_BKV = jnp.broadcast_to(draft_V, (ROUNDS, LONGEST, 2))
     draft = Draft(tokens_BK=drafted_BK, num_drafted_B=jnp.full(ROUNDS, LONGEST), log_probs_BRV=draft_BKV)
     logits_BTV = jnp.broadcast_to(target_V, (ROUNDS, LONGEST + 1, 2))

@@ -105,6 +105,18 @@ def instance(name: str, value: Any, kind: type[T], example: str) -> T:
     return value
 
 
+def hashable(name: str, value: Any) -> None:
+    """Raises ValueError for a value that cannot be hashed, and so cannot be a static part of a
+    compiled program.
+    """
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must be hashable, such as a frozen dataclass without arrays"
+        ) from error
+
+
 def choice(name: str, value: T, known: Iterable[Any]) -> T:
     """Returns ``value``, which must be among ``known``; raises ValueError with the known values."""
     known = list(known)

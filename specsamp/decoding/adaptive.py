@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
+from specsamp.pytrees import pytree
 
 Array = jax.Array
 
@@ -235,10 +236,12 @@ class Adaptive:
     def _best_of(self, lengths: Sequence[int]) -> int:
         """Returns the length with the most expected tokens per time if ``acceptance`` is right."""
         costs = dict(zip(self.lengths, self.costs_ms or [1.0]))
-        return max(
-            lengths,
-            key=lambda length: sum(self.acceptance**n for n in range(length + 1)) / costs[length],
-        )
+        depths = dict(zip(self.lengths, self.depths or self.lengths))
+
+        def goodput(length: int) -> float:
+            return sum(self.acceptance**n for n in range(depths[length] + 1)) / costs[length]
+
+        return max(lengths, key=goodput)
 
     def for_batch(self, batch: int, depths: tuple[int, ...] | None = None) -> Adaptive:
         """Returns these numbers with their defaults filled in, for ``batch`` sequences that are
@@ -247,29 +250,29 @@ class Adaptive:
         Args:
           depths: the depth of a draft of each length; None: the lengths.
         """
-        usual = self._best_of(self.lengths) if self.usual is None else self.usual
+        depths = None if depths == self.lengths else depths
+        whole = dataclasses.replace(self, depths=depths)
+        usual = whole._best_of(self.lengths) if self.usual is None else self.usual
         defaults = dict(
             usual=usual,
             margin=MARGIN if batch == 1 else MARGIN_OF_SEVERAL,
             pause=PAUSE * batch,
             longest=self.K if batch == 1 else usual or self.shortest,
-            depths=None if depths == self.lengths else depths,
         )
         chosen = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        return dataclasses.replace(self, **chosen)
+        return dataclasses.replace(whole, **chosen)
 
     def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
         """Returns the initial adaptive state, after prefill."""
         nothing_B = jnp.zeros(lengths_B.shape, jnp.float32)
-        state = AdaptiveState(
-            draft_lengths_B=jnp.full_like(lengths_B, self.K),
+        return AdaptiveState(
+            draft_lengths_B=self._best(nothing_B, nothing_B),
             accepted_B=nothing_B,
             rejected_B=nothing_B,
             idle_B=jnp.zeros_like(lengths_B),
             pause_B=jnp.full_like(lengths_B, self.pause),
             seen_B=lengths_B if falls_behind and self.widths[0] == 0 else None,
         )
-        return dataclasses.replace(state, draft_lengths_B=self._best(state))
 
     def learn(
         self, state: AdaptiveState, running_B: Array, num_drafted_B: Array, num_accepted_B: Array
@@ -279,29 +282,31 @@ class Adaptive:
         # A draft without tokens counts as a rejection: the round's width was paid for all the same.
         rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
         decay_B = jnp.where(tried_B, self.decay, 1)
-        after = dataclasses.replace(
-            state,
-            accepted_B=decay_B * state.accepted_B + num_accepted_B,
-            rejected_B=decay_B * state.rejected_B + rejected_B,
-            idle_B=jnp.where(tried_B, 0, state.idle_B + 1),
-        )
-        best_B = self._best(after)
+        accepted_B = decay_B * state.accepted_B + num_accepted_B
+        rejected_B = decay_B * state.rejected_B + rejected_B
+        idle_B = jnp.where(tried_B, 0, state.idle_B + 1)
+        best_B = self._best(accepted_B, rejected_B)
         longer_B = jnp.minimum(2 * state.pause_B, LONGEST_PAUSE * self.pause)
         pause_B = jnp.where(best_B > 0, self.pause, jnp.where(tried_B, longer_B, state.pause_B))
-        tries_B = (best_B == 0) & (after.idle_B >= pause_B)
+        tries_B = (best_B == 0) & (idle_B >= pause_B)
         after = dataclasses.replace(
-            after, pause_B=pause_B, draft_lengths_B=jnp.where(tries_B, self.trial, best_B)
+            state,
+            draft_lengths_B=jnp.where(tries_B, self.trial, best_B),
+            accepted_B=accepted_B,
+            rejected_B=rejected_B,
+            idle_B=idle_B,
+            pause_B=pause_B,
         )
         return jax.tree.map(
             lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state
         )
 
-    def _best(self, state: AdaptiveState) -> Array:
+    def _best(self, accepted_B: Array, rejected_B: Array) -> Array:
         """Returns the length with the most expected tokens per time if its gain exceeds the margin,
         else `usual`.
         """
-        accepted_B = self.acceptance * self.trust + state.accepted_B
-        rate_B = accepted_B / (self.trust + state.accepted_B + state.rejected_B)
+        believed_B = self.acceptance * self.trust + accepted_B
+        rate_B = believed_B / (self.trust + accepted_B + rejected_B)
         lengths = [length for length in self.lengths if length <= max(self.longest, self.usual)]
         costs_L = jnp.asarray(
             self.costs_ms[: len(lengths)] if self.costs_ms else [1.0], jnp.float32
@@ -315,8 +320,7 @@ class Adaptive:
         return jnp.where(is_clear_B, best_B, self.usual)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class AdaptiveState:
     """The acceptance of each row so far and its next draft length; the leading axis of every leaf
     is the batch.

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats
-from specsamp.decoding.tokens import write_tokens
-from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
-from specsamp.sampling.warp import Warp, is_stateless
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, write_tokens
+from specsamp.sampling.rules import Draft, TargetDistributions, Verdict, at_tokens, count_leading
+from specsamp.sampling.warp import Warp, advance_where, is_stateless
 
 Array = jax.Array
 
@@ -79,7 +78,7 @@ def _cut(
     valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
     if request.sampling.may_exclude_all:
         valid_BT &= target.has_token()
-    count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
+    count_B = jnp.minimum(wanted_B, count_leading(valid_BT))
     valid_B = count_B == wanted_B
     count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
     stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
@@ -104,9 +103,7 @@ def _record(
     """
     if state.log_probs_BS is not None:
         log_probs_BTV = target.all() if warped else jax.nn.log_softmax(target.logits_BTV, axis=-1)
-        at_token_BT = jnp.take_along_axis(
-            log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1
-        )[..., 0]
+        at_token_BT = at_tokens(log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0))
         state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
     if state.rounds_BS is not None:
         begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
@@ -121,13 +118,8 @@ def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> A
     if is_stateless(warp_state):
         return warp_state
     for t in range(tokens_BT.shape[1]):
-        emitted_B = t < count_B
-        following = warp.advance(warp_state, jnp.maximum(tokens_BT[:, t], 0))
-
-        def choose(new: Array, old: Array, emitted_B: Array = emitted_B) -> Array:
-            return jnp.where(emitted_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-        warp_state = jax.tree.map(choose, following, warp_state)
+        token_B = jnp.maximum(tokens_BT[:, t], 0)
+        warp_state = advance_where(t < count_B, warp, warp_state, token_B)
     return warp_state
 
 

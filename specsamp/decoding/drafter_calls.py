@@ -20,9 +20,8 @@ import numpy as np
 
 from specsamp.decoding.drafter import Drafter, PromptChunk, Proposal, ScoredRound, hooks_of
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Prefix, Weights
-from specsamp.decoding.tokens import gather_tokens
-from specsamp.sampling.rules import Draft
+from specsamp.decoding.state import Prefix, Weights, gather_tokens
+from specsamp.sampling.rules import Draft, at_tokens, count_leading
 
 Array = jax.Array
 
@@ -82,7 +81,7 @@ def propose_draft(
     is_node_BK = is_token_BK & (
         _is_drawn(draft) if draft.parents_BK is None else _has_parent(draft)
     )
-    num_nodes_B = jnp.sum(jnp.cumprod(is_node_BK, axis=1), axis=1)
+    num_nodes_B = count_leading(is_node_BK)
     draft = dataclasses.replace(
         draft,
         # The target reads the tokens after the end of a draft, too. An embedding that does not
@@ -107,7 +106,8 @@ def catch_up(
     state: Any,
     prefix: Prefix,
     seen_B: Array,
-    is_behind: Callable[[Array], Array],
+    rows_B: Array,
+    any_shard: Callable[[Array], Array],
 ) -> tuple[Any, Array]:
     """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see
     `DrafterHooks.falls_behind`.
@@ -116,7 +116,8 @@ def catch_up(
 
     Args:
       seen_B: int32, the tokens of each row that the drafter's state covers.
-      is_behind: maps ``seen_B`` to whether tokens are missing.
+      rows_B: bool, the rows that must not lack tokens.
+      any_shard: `DataShards.any`.
 
     Returns:
       The drafter's state, and the new ``seen_B``.
@@ -134,7 +135,10 @@ def catch_up(
         state, _ = read_prompt(drafter, weights, state, chunk, None)
         return state, start_B + drafter.K + 1
 
-    state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
+    def is_behind(carry: tuple[Any, Array]) -> Array:
+        return any_shard(jnp.any(rows_B & (carry[1] < known_B)))
+
+    state, seen_B = jax.lax.while_loop(is_behind, read, (state, seen_B))
     return state, jnp.minimum(seen_B, prefix.lengths_B)
 
 
@@ -175,8 +179,8 @@ def _is_drawn(draft: Draft) -> Array:
     """
     if draft.log_probs_BRV is None:
         return jnp.ones(draft.tokens_BK.shape, bool)
-    tokens_BK1 = jnp.clip(draft.tokens_BK, 0, draft.log_probs_BRV.shape[-1] - 1)[..., None]
-    log_probs_BK = jnp.take_along_axis(draft.log_probs_BRV, tokens_BK1, axis=-1)[..., 0]
+    tokens_BK = jnp.clip(draft.tokens_BK, 0, draft.log_probs_BRV.shape[-1] - 1)
+    log_probs_BK = at_tokens(draft.log_probs_BRV, tokens_BK)
     return (jnp.abs(_mass(draft) - 1) < MASS_ERROR) & (log_probs_BK > -jnp.inf)
 
 

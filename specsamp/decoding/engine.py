@@ -33,7 +33,6 @@ from specsamp.decoding.request import Request
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, RequestBatch, Weights
 from specsamp.jax_names import multihost_utils
-from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp
 
 Array = jax.Array
@@ -305,7 +304,8 @@ class Engine:
 
 def without_caches(state: DecodeState) -> DecodeState:
     """Returns a state without caches and request batch: only tokens and counts."""
-    nothing = dict(
+    return dataclasses.replace(
+        state,
         cache=None,
         drafter_state=None,
         request=None,
@@ -313,7 +313,6 @@ def without_caches(state: DecodeState) -> DecodeState:
         draft_warp_state=(),
         adaptive_state=None,
     )
-    return dataclasses.replace(state, **nothing)
 
 
 def to_host(tree: Any) -> Any:
@@ -349,20 +348,14 @@ def count_known(before: Sequence[int], tokens: Sequence[int], loop: Loop, end: i
       tokens: the whole new sequence.
       end: the length that the row had reached, if more than ``before``: recurrent states hold all.
     """
+    hooks = hooks_of(loop.drafter)
     most = min(len(before), len(tokens))
     common = next((at for at in range(most) if before[at] != tokens[at]), most)
-    hooks = hooks_of(loop.drafter)
     known = max(min(common, len(tokens) - 1, len(before) - 1) - 1 - hooks.looks_ahead, 0)
-    rewind = rewind_of(loop)
-    removed = max(len(before), end) - 1 + loop.drafter.K - known
-    return known if rewind is None or removed <= rewind else 0
-
-
-def rewind_of(loop: Loop) -> int | None:
-    """Returns the number of tokens that target and draft can take back; None: any number."""
-    models = loop.target, hooks_of(loop.drafter).draft_model
+    models = loop.target, hooks.draft_model
     rewinds = [model.rewind for model in models if model is not None and model.rewind is not None]
-    return min(rewinds, default=None)
+    removed = max(len(before), end) - 1 + loop.drafter.K - known
+    return known if removed <= min(rewinds, default=math.inf) else 0
 
 
 def round_slots(slots: int) -> int:
@@ -380,16 +373,12 @@ def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> 
     Raises:
       ValueError: the models have fewer positions.
     """
-    known = [
-        positions
-        for positions in (pair.target.max_positions, drafter.max_positions)
-        if positions is not None
-    ]
-    positions = min(known, default=None)
+    limits = pair.target.max_positions, drafter.max_positions
+    positions = min((limit for limit in limits if limit is not None), default=math.inf)
     if context is None:
-        return DEFAULT_CONTEXT if positions is None else min(positions, DEFAULT_CONTEXT)
+        return min(positions, DEFAULT_CONTEXT)
     context = validate.integer(name, context, 2)
-    if positions is not None and context > positions:
+    if context > positions:
         raise ValueError(f"{name} = {context}, but the models have {positions} positions: lower it")
     return context
 
@@ -398,7 +387,7 @@ def check_memory(loop: Loop, *, rows: int, slots: int) -> None:
     """Raises ValueError, with both sizes, if the caches of ``rows`` sequences do not fit in device
     memory.
     """
-    needed = _cache_bytes(loop.target, loop.drafter, rows, slots) + rows * slots * TOKEN_BYTES
+    needed = _cache_bytes(loop, rows, slots) + rows * slots * TOKEN_BYTES
     available = _memory_of_devices()
     if available is not None and needed > available:
         raise ValueError(
@@ -409,8 +398,8 @@ def check_memory(loop: Loop, *, rows: int, slots: int) -> None:
 
 
 @functools.lru_cache(64)  # large models take tens of milliseconds to trace
-def _cache_bytes(target: LanguageModel, drafter: Drafter, rows: int, slots: int) -> int:
-    shapes = jax.eval_shape(lambda: (target.init_cache(rows, slots), drafter.init(rows, slots)))
+def _cache_bytes(loop: Loop, rows: int, slots: int) -> int:
+    shapes = jax.eval_shape(lambda: loop.empty_caches(rows, slots))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 

@@ -122,14 +122,11 @@ def _compiled(path: pathlib.Path, lowered: Any) -> Callable[..., Any]:
 
 
 def _digest(kept: bytes) -> bytes:
-    return hashlib.sha256(_made_by().encode() + kept).digest()
-
-
-def _made_by() -> str:
-    """Returns a text that identifies source, versions, kernels and hardware; programs of any other
-    text are not read.
+    """Returns a digest of a program, and of the source, versions, kernels and hardware by which it
+    was made.
     """
-    return f"{_installed()} {few_rows.kernel_name()}"
+    made_by = f"{_installed()} {few_rows.kernel_name()}"
+    return hashlib.sha256(made_by.encode() + kept).digest()
 
 
 @functools.cache

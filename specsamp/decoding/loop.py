@@ -54,8 +54,15 @@ from specsamp.decoding.drafter_calls import (
     read_prompt,
 )
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
-from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.decoding.state import (
+    DecodeState,
+    Finish,
+    RequestBatch,
+    Stats,
+    Weights,
+    gather_tokens,
+    write_tokens,
+)
 from specsamp.decoding.trees import block_of, keep_path, path_draft
 from specsamp.jax_names import core
 from specsamp.models.compiling import Options
@@ -66,7 +73,6 @@ from specsamp.sampling.warp import with_kernels
 
 Array = jax.Array
 _Carry = tuple[Array, DecodeState]  # rounds so far, state
-_Texts = tuple[Array, Array, Array]  # tokens, starts and lengths, see `Loop.extend`
 _Program = Callable[..., DecodeState]  # of weights, request, state, max_rounds, min_running
 
 
@@ -232,14 +238,15 @@ class Loop:
         self, weights: Weights, request: RequestBatch, state: DecodeState
     ) -> tuple[Draft, Any, Any]:
         """Returns the drafter's proposal, its state and the target's cache."""
+        chosen_B = self.adaptive and state.adaptive_state.draft_lengths_B
         sampler = Sampler(
             warp=request.draft_sampling,
             rule=self.rule,
             keys=self._keys(request, state),
             warp_state=state.draft_warp_state,
             any_shard=self.shards.any,
-            draft_lengths_B=None if self.adaptive is None else state.adaptive_state.draft_lengths_B,
-            stop=None if self.adaptive is None else self.adaptive.stop,
+            draft_lengths_B=chosen_B,
+            stop=self.adaptive and self.adaptive.stop,
         )
         draft, drafter_state, cache = propose_draft(
             self.drafter,
@@ -251,10 +258,9 @@ class Loop:
             self.target.vocab_size,
         )
         num_drafted_B = draft.num_drafted_B
-        if request.draft_lengths_B is not None:
-            num_drafted_B = jnp.minimum(num_drafted_B, request.draft_lengths_B)
-        if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
-            num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
+        for most_B in (request.draft_lengths_B, chosen_B):
+            if most_B is not None:  # drafters without `Sampler.chain` draft K tokens
+                num_drafted_B = jnp.minimum(num_drafted_B, most_B)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
@@ -373,10 +379,6 @@ class Loop:
         if state.adaptive_state.seen_B is None:
             return state
 
-        def is_behind(seen_B: Array) -> Array:
-            is_behind_B = seen_B < num_covered(self.drafter, state.lengths_B)
-            return drafts_next & self.shards.any(jnp.any(state.running_B & is_behind_B))
-
         with jax.named_scope("catch_up"):
             drafter_state, seen_B = catch_up(
                 self.drafter,
@@ -384,7 +386,8 @@ class Loop:
                 state.drafter_state,
                 state.prefix,
                 state.adaptive_state.seen_B,
-                is_behind,
+                state.running_B & drafts_next,
+                self.shards.any,
             )
         return dataclasses.replace(state, drafter_state=drafter_state).with_adaptive(seen_B=seen_B)
 
@@ -412,15 +415,11 @@ class Loop:
             `window`.
         """
 
-        def read(
-            weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array
-        ) -> DecodeState:
+        def read(weights, request, tokens_BP, lengths_B):
             batch, padded_length = tokens_BP.shape
-            caches = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
+            start_B, caches = jnp.zeros_like(lengths_B), self.empty_caches(batch, slots)
             with jax.named_scope("prefill"):
-                caches = self._read(
-                    weights, tokens_BP, jnp.zeros_like(lengths_B), lengths_B, caches
-                )
+                caches = self._read(weights, tokens_BP, start_B, lengths_B, caches)
             prompts = tokens_BP, lengths_B, caches
             tokens_RP, lengths_R, caches = jax.tree.map(
                 lambda x: jnp.repeat(x, num_samples, axis=0), prompts
@@ -437,14 +436,10 @@ class Loop:
         no budget.
         """
 
-        def make(request: RequestBatch) -> DecodeState:
-            batch = len(request.limits_B)
-            caches = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
-            tokens_BS, lengths_B = (
-                jnp.zeros((batch, slots), jnp.int32),
-                jnp.ones((batch,), jnp.int32),
-            )
-            return self._first_state(request, tokens_BS, lengths_B, caches)
+        def make(request):
+            shape = len(request.limits_B), slots
+            tokens_BS, lengths_B = jnp.zeros(shape, jnp.int32), jnp.ones(shape[:1], jnp.int32)
+            return self._first_state(request, tokens_BS, lengths_B, self.empty_caches(*shape))
 
         return self.shards.map(make, (BY_ROWS,))(request)
 
@@ -476,17 +471,8 @@ class Loop:
             earlier slots otherwise.
         """
 
-        def extend(
-            weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts
-        ) -> DecodeState:
-            tokens_BS, start_B, lengths_B = texts
-            if state is None:
-                caches = (
-                    self.target.init_cache(*tokens_BS.shape),
-                    self.drafter.init(*tokens_BS.shape),
-                )
-            else:
-                caches = state.cache, state.drafter_state
+        def extend(weights, request, caches, tokens_BS, start_B, lengths_B):
+            caches = caches or self.empty_caches(*tokens_BS.shape)
 
             def read_chunk(index: Array, caches: tuple[Any, Any]) -> tuple[Any, Any]:
                 at_B = start_B + index * chunk
@@ -495,14 +481,18 @@ class Loop:
                 )
 
             with jax.named_scope("prefill"):
-                chunks = -(-jnp.max(lengths_B - start_B) // chunk)
+                # As many calls in all shards, see `data_shards`.
+                chunks = -(-self.shards.max(jnp.max(lengths_B - start_B)) // chunk)
                 caches = jax.lax.fori_loop(0, chunks, read_chunk, caches)
             return self._first_state(request, tokens_BS, lengths_B, caches)
 
-        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
-        return self.shards.map(extend, specs)(
-            weights, request, state, (tokens_BS, start_B, lengths_B)
-        )
+        caches = state and (state.cache, state.drafter_state)
+        arrays = weights, request, caches, tokens_BS, start_B, lengths_B
+        return self.shards.map(extend, (REPLICATED, *[BY_ROWS] * 5))(*arrays)
+
+    def empty_caches(self, batch: int, slots: int) -> tuple[Any, Any]:
+        """Returns the target's cache and the drafter's state before anything was read."""
+        return self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
 
     def _read(
         self,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
@@ -178,7 +178,7 @@ def _choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | Non
 
 def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     validate.instance("drafter", drafter, Drafter, "NgramDrafter(K=4)")
-    _check_hashable("the drafter", drafter)
+    validate.hashable("the drafter", drafter)
     K = validate.integer("the drafter's K", drafter.K, 0, MAX_DRAFT_LENGTH + 1)
     for name, positions in (
         ("target", pair.target.max_positions),
@@ -218,23 +218,11 @@ def _check_tree(rule: Rule, drafter: Drafter) -> None:
         )
 
 
-def _check_hashable(name: str, static: Any) -> None:
-    """Raises ValueError for a value that cannot be hashed, and so cannot be a static part of a
-    compiled program.
-    """
-    try:
-        hash(static)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} must be hashable, such as a frozen dataclass without arrays"
-        ) from error
-
-
 def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
     validate.instance(
         "the method's adaptive", adaptive, Adaptive, "Adaptive(stop=Confidence(), lengths=(4,))"
     )
-    _check_hashable("the method's adaptive, with its stop,", adaptive)
+    validate.hashable("the method's adaptive, with its stop,", adaptive)
     if adaptive.stop is not None and hooks_of(drafter).depth is not None:
         raise ValueError(
             f"stop={adaptive.stop!r} ends chains, but {type(drafter).__name__} drafts token trees: "

@@ -96,12 +96,7 @@ class Pair:
             validate.instance(f"the {name}", model, LanguageModel, "TransformerLM(config)")
             if not isinstance(getattr(model, "vocab_size", None), int):
                 raise ValueError(f"the {name} has no vocab_size: {model!r}")
-            try:
-                hash(model)
-            except TypeError as error:
-                raise ValueError(
-                    f"the {name} must be hashable, such as a frozen dataclass without arrays"
-                ) from error
+            validate.hashable(f"the {name}", model)
         if self.target_params is None:
             raise ValueError(
                 "target_params is None: give the target's parameters, () for a model that has none"

@@ -104,15 +104,13 @@ def make_requests(
                     "decode on one device"
                 )
     sampling = _by_prompt(method.sampling, len(lengths))
-    draft_sampling = (
-        None if method.draft_sampling is None else _by_prompt(method.draft_sampling, len(lengths))
-    )
+    draft_sampling = _by_prompt(method.draft_sampling, len(lengths))
     return [
         Request(
             prompt=tuple(tokens),
             max_new_tokens=budgets[index],
             sampling=sampling[index],
-            draft_sampling=None if draft_sampling is None else draft_sampling[index],
+            draft_sampling=draft_sampling[index],
             seed=seed,
             prompt_id=ids[index],
             prompt_index=index,
@@ -265,18 +263,18 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> 
             ids.append(validate.integer("a stop id", token, 0, pair.target.vocab_size))
             continue
         texts.append(entry)
-        if token is not None and not least and _always_writes(pair.tokenizer, token, entry):
-            sure.append(token)
+        # Whether the token writes it at the beginning of a text and in the middle.
+        written = pair.tokenizer.token_bytes
+        if token is not None and not least:
+            if written(token) == written(token, token) == entry.encode():
+                sure.append(token)
     return Stops(frozenset(ids), tuple(texts), least, frozenset(sure))
 
 
-def _always_writes(tokenizer: Tokenizer, token: int, text: str) -> bool:
-    """Returns whether a token writes this text at the beginning of a text and in the middle."""
-    return tokenizer.token_bytes(token) == tokenizer.token_bytes(token, token) == text.encode()
-
-
-def _by_prompt(warp: Warp, count: int) -> list[Warp]:
+def _by_prompt(warp: Warp | None, count: int) -> list[Warp | None]:
     """Returns the warp of each prompt, with scalar numbers."""
+    if warp is None:
+        return [None] * count
     rows = for_rows(warp, count)
     leaves, structure = jax.tree.flatten(rows)
     return [

@@ -97,21 +97,15 @@ class RowStats:
           meter: of these tokens.
         """
         begins = [at for at, begin in enumerate(rounds) if begin] + [len(rounds)]
-        counts, reached, accepted_counts, lengths = (
-            0,
-            [0] * depth,
-            [0] * (depth + 1),
-            [0] * (depth + 1),
-        )
+        reached, accepted_counts, lengths = ([0] * (depth + more) for more in (0, 1, 1))
         for begin, end in zip(begins, begins[1:]):
             is_whole = not from_draft[end - 1]  # the last token of a whole round is the target's
             num_reached = min(rounds[begin] - 1, end - begin)
-            counts += 1
             lengths[rounds[begin] - 1 if is_whole else num_reached] += 1
             reached = [n + (at < num_reached) for at, n in enumerate(reached)]
             accepted_counts[end - begin - is_whole] += 1
         return cls(
-            rounds=counts,
+            rounds=len(begins) - 1,
             emitted=len(rounds),
             drafted=sum(n * rounds for n, rounds in enumerate(lengths)),
             reached=tuple(reached),
@@ -123,17 +117,9 @@ class RowStats:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RowStats:
         """Reads counts from JSON; other fields are ignored."""
-        read = {
-            field.name: fields[field.name]
-            for field in dataclasses.fields(cls)
-            if field.name in fields
-        }
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in read.items()
-            }
-        )
+        names = {field.name for field in dataclasses.fields(cls)} & fields.keys()
+        read = {name: fields[name] for name in names}
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in read.items()})
 
     def __add__(self, other: RowStats) -> RowStats:
         def add(a, b):
@@ -172,12 +158,11 @@ class RowText:
         """Returns the text after the prompt in row ``place`` of a state on the host."""
         emitted = slice(prompt_length, int(state.lengths_B[place]))
         meter = state.meter and jax.tree.map(lambda x_BS: x_BS[place, emitted], state.meter)
+        log_probs_BS = state.log_probs_BS
         return cls(
             tokens=state.tokens_BS[place, emitted].tolist(),
             from_draft=state.from_draft_BS[place, emitted].tolist(),
-            log_probs=None
-            if state.log_probs_BS is None
-            else state.log_probs_BS[place, emitted].tolist(),
+            log_probs=None if log_probs_BS is None else log_probs_BS[place, emitted].tolist(),
             finish=Finish(int(state.finish_B[place])),
             stats=RowStats.of(state.stats, place, meter),
             meter=meter,

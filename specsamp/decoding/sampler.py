@@ -18,26 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.adaptive import Stop
+from specsamp.pytrees import pytree
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, Rule
-from specsamp.sampling.warp import Chain, Greedy, Warp, followed_by, is_stateless, log_probs
+from specsamp.sampling.rules import Draft, Rule, at_tokens
+from specsamp.sampling.warp import Greedy, Warp, chain, followed_by, is_stateless, log_probs
 
 Array = jax.Array
 
+_Chain = tuple[Array, "Drawn", Any]  # the number of drawn tokens, these, and the drafter's carry
 EXCLUDED = 1e4  # subtracted from the log-probabilities of tokens that a warp excludes
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Drawn:
-    """The chain so far in a round; the last three fields are None if all rows draft all K
-    tokens.
-    """
+    """The chain so far in a round; the last two fields are None if all rows draft all K tokens."""
 
-    # The distributions; None if they are one-hot, and before the first token.
-    log_probs_BRV: Array | None = None
-    warp_state: Any = ()  # after the last drawn token
-    num_drafted_B: Array | None = None  # int32
+    draft: Draft  # tokens that are not drawn yet are 0
+    warp_state: Any  # after the last drawn token
     log_prob_B: Array | None = None  # float32, the sum over all tokens of the chain
     goes_on_B: Array | None = None  # bool, whether to draft another token in this row
 
@@ -64,26 +61,17 @@ class Sampler:
     @property
     def is_one_hot(self) -> bool:
         """Returns whether sampling is statically greedy: one-hot distributions are not stored."""
-        warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
-        return any(isinstance(warp, Greedy) for warp in warps)
+        return any(isinstance(warp, Greedy) for warp in chain(self.warp).warps)
 
     def __call__(
-        self,
-        logits_BV: Array,
-        node: Array | int,
-        *,
-        depth: Array | int | None = None,
-        warp_state: Any = None,
+        self, logits_BV: Array, offset: Array | int, *, warp_state: Any = None
     ) -> tuple[Array, Array | None]:
-        """Draws a token per row.
+        """Draws a token of a chain per row.
 
         Args:
           logits_BV: the draft's, before warping.
-          node: index of the drafted node, 0 for the first.
-          depth: number of drafted tokens before this node on its path; default ``node``, as in a
-            chain.
-          warp_state: after the path to this node, see `Warp.advance`; default: after the pending
-            token.
+          offset: number of drafted tokens before this token.
+          warp_state: after these tokens, see `Warp.advance`; default: after the pending token.
 
         Returns:
           ``tokens_B`` int32, and the log-probabilities ``[B, V]`` that they were drawn from; None
@@ -95,8 +83,7 @@ class Sampler:
             )
             if self.is_one_hot:
                 return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
-            depth = node if depth is None else depth
-            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth), warped_BV
+            return self.rule.sample(warped_BV, self.keys, offset), warped_BV
 
     def siblings(
         self, logits_BPV: Array, families_PC: np.ndarray, *, depth: Array | int, warp_state: Any
@@ -150,70 +137,87 @@ class Sampler:
     def chain(
         self,
         K: int,
-        first: Callable[[int, Any, Drawn], tuple[Any, Drawn]],
-        step: Callable[[Array, Any, Drawn], tuple[Any, Drawn]],
+        logits_BV: Array,
+        step: Callable[[Array, Array, Any], tuple[Array, Any]],
         carry: Any,
-    ) -> tuple[Any, Drawn]:
+    ) -> tuple[Draft, Any]:
         """Draws up to K tokens per row, one after the other; ends once all drafts on all data
         shards have ended.
 
         Args:
-          first, step: ``(offset, carry, drawn) -> (carry, drawn)``, for the first token and for
-            every other token. Each calls the draft model and then `draw` once.
+          logits_BV: of the draft, after the pending token.
+          step: ``(offset, token_B, carry) -> (logits_BV, carry)``: the logits after the last drawn
+            token, of which there are ``offset``. It calls the draft model.
           carry: the drafter's own part of the loop's carry.
-        """
-        both = first(0, carry, self.begin())
-        if self.draft_lengths_B is None:
-            return jax.lax.fori_loop(1, K, lambda offset, both: step(offset, *both), both)
 
-        def goes_on(state: tuple[Array, tuple[Any, Drawn]]) -> Array:
-            offset, (_, drawn) = state
+        Returns:
+          The draft, and the carry.
+        """
+
+        def goes_on(state: _Chain) -> Array:
+            offset, drawn, _ = state
+            if drawn.goes_on_B is None:
+                return offset < K
             return (offset < K) & self.any_shard(jnp.any(drawn.goes_on_B))
 
-        def another(state: tuple[Array, tuple[Any, Drawn]]) -> tuple[Array, tuple[Any, Drawn]]:
-            offset, both = state
-            return offset + 1, step(offset, *both)
+        def another(state: _Chain) -> _Chain:
+            offset, drawn, carry = state
+            last_B = jax.lax.dynamic_index_in_dim(
+                drawn.draft.tokens_BK, offset - 1, axis=1, keepdims=False
+            )
+            logits_BV, carry = step(offset, last_B, carry)
+            return offset + 1, self.draw(logits_BV, offset, drawn), carry
 
-        return jax.lax.while_loop(goes_on, another, (jnp.ones((), jnp.int32), both))[1]
+        first = self.draw(logits_BV, 0, self.begin(K))
+        start = jnp.ones((), jnp.int32), first, carry
+        _, drawn, carry = jax.lax.while_loop(goes_on, another, start)
+        return drawn.draft, carry
 
-    def begin(self) -> Drawn:
-        """Returns a chain of no tokens."""
-        if self.draft_lengths_B is None:
-            return Drawn(warp_state=self.warp_state)
-        nothing_B = jnp.zeros_like(self.draft_lengths_B)
+    def begin(self, K: int) -> Drawn:
+        """Returns a chain of no tokens, with places for K."""
+        starts_B, lengths_B = self.keys.starts_B, self.draft_lengths_B
+        tokens_BK = jnp.zeros((len(starts_B), K), jnp.int32)
+        if lengths_B is None:
+            draft = Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(starts_B, K))
+            return Drawn(draft=draft, warp_state=self.warp_state)
         return Drawn(
+            draft=Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.zeros_like(starts_B)),
             warp_state=self.warp_state,
-            num_drafted_B=nothing_B,
-            log_prob_B=nothing_B.astype(jnp.float32),
-            goes_on_B=self.draft_lengths_B > 0,
+            log_prob_B=jnp.zeros(starts_B.shape, jnp.float32),
+            goes_on_B=lengths_B > 0,
         )
 
-    def draw(
-        self, logits_BV: Array, offset: Array | int, drawn: Drawn, K: int
-    ) -> tuple[Array, Drawn]:
-        """Draws the token at ``offset`` of a chain of K; returns ``tokens_B`` and the longer chain.
+    def draw(self, logits_BV: Array, offset: Array | int, drawn: Drawn) -> Drawn:
+        """Returns the chain with one more token, drawn from the logits after the first ``offset``
+        tokens.
 
         Whether to submit this token was decided before sampling it; its value may only cancel later
         tokens.
         """
         tokens_B, log_probs_BV = self(logits_BV, offset, warp_state=drawn.warp_state)
-        log_probs_BRV = drawn.log_probs_BRV
+
+        def put(x_BK: Array, new_B: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(x_BK, new_B, offset, axis=1)
+
+        draft = drawn.draft
+        log_probs_BRV = draft.log_probs_BRV
         if log_probs_BV is not None:
             if log_probs_BRV is None:
+                batch, vocab_size = log_probs_BV.shape
                 log_probs_BRV = jnp.zeros(
-                    (len(tokens_B), K, log_probs_BV.shape[-1]), log_probs_BV.dtype
+                    (batch, draft.tokens_BK.shape[1], vocab_size), log_probs_BV.dtype
                 )
-            log_probs_BRV = jax.lax.dynamic_update_index_in_dim(
-                log_probs_BRV, log_probs_BV, offset, axis=1
-            )
+            log_probs_BRV = put(log_probs_BRV, log_probs_BV)
         after = dataclasses.replace(
             drawn,
-            log_probs_BRV=log_probs_BRV,
+            draft=dataclasses.replace(
+                draft, tokens_BK=put(draft.tokens_BK, tokens_B), log_probs_BRV=log_probs_BRV
+            ),
             warp_state=self.warp.advance(drawn.warp_state, tokens_B),
         )
-        return tokens_B, after if self.draft_lengths_B is None else self._decide(
-            drawn, after, logits_BV, log_probs_BV, tokens_B
-        )
+        if self.draft_lengths_B is None:
+            return after
+        return self._decide(drawn, after, logits_BV, log_probs_BV, tokens_B)
 
     def _decide(
         self,
@@ -226,7 +230,7 @@ class Sampler:
         """Counts the drawn token, unless the row's draft had ended, and decides whether to draft
         another.
         """
-        num_drafted_B = before.num_drafted_B + before.goes_on_B
+        num_drafted_B = before.draft.num_drafted_B + before.goes_on_B
         goes_on_B = before.goes_on_B & (num_drafted_B < self.draft_lengths_B)
         log_prob_B = before.log_prob_B
         if self.stop is not None:
@@ -234,17 +238,11 @@ class Sampler:
             if log_probs_BV is not None:  # the warped distribution of a greedy row is one-hot
                 is_greedy_B1 = log_probs_BV.max(-1, keepdims=True) == 0
                 seen_BV = jnp.where(is_greedy_B1, seen_BV, log_probs_BV.astype(jnp.float32))
-            log_prob_B += jnp.take_along_axis(seen_BV, tokens_B[:, None], axis=-1)[:, 0]
+            log_prob_B += at_tokens(seen_BV, tokens_B)
             goes_on_B &= self.stop.goes_on(seen_BV, log_prob_B)
         return dataclasses.replace(
-            after, num_drafted_B=num_drafted_B, log_prob_B=log_prob_B, goes_on_B=goes_on_B
-        )
-
-    def draft(self, tokens_BK: Array, drawn: Drawn) -> Draft:
-        """Returns the chain as a draft."""
-        num_drafted_B = drawn.num_drafted_B
-        if num_drafted_B is None:
-            num_drafted_B = jnp.full_like(self.keys.starts_B, tokens_BK.shape[1])
-        return Draft(
-            tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=drawn.log_probs_BRV
+            after,
+            draft=dataclasses.replace(after.draft, num_drafted_B=num_drafted_B),
+            log_prob_B=log_prob_B,
+            goes_on_B=goes_on_B,
         )

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.adaptive import AdaptiveState
+from specsamp.pytrees import pytree
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import Meter
 from specsamp.sampling.warp import Warp, for_rows
@@ -51,8 +52,7 @@ class Finish(enum.IntEnum):
     INVALID = 3  # the target's logits held NaN, inf or only -inf, or a warp excluded all tokens
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Weights:
     """Decode-time weights of target and drafter."""
 
@@ -60,8 +60,7 @@ class Weights:
     draft: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class RequestBatch:
     """Sampling, random keys, budget and stop tokens of each row: data, so that new values recompile
     nothing.
@@ -121,8 +120,7 @@ class RequestBatch:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Stats:
     """Counts of rounds and tokens; positions cut off by a stop token or a budget do not count."""
 
@@ -158,8 +156,7 @@ class Stats:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Prefix:
     """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last of them is pending, the slots
     behind it are scratch.
@@ -168,9 +165,13 @@ class Prefix:
     tokens_BS: Array  # int32
     lengths_B: Array  # int32
 
+    @property
+    def pending_B1(self) -> Array:
+        """Returns the pending tokens."""
+        return gather_tokens(self.tokens_BS, self.lengths_B - 1, 1)
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree
 class Kept:
     """The part of a drafter's state that a place in the batch keeps when another text is written
     there.
@@ -179,8 +180,7 @@ class Kept:
     value: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class DecodeState:
     """The rows of a batch: the carry of the loop, with the request.
 
@@ -222,3 +222,30 @@ class DecodeState:
         return dataclasses.replace(
             self, adaptive_state=dataclasses.replace(self.adaptive_state, **changes)
         )
+
+
+def write_tokens(
+    buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None
+) -> Array:
+    """Writes the first ``count_B`` (default all) entries of ``block_BT`` from slot ``start_B`` of
+    each row.
+
+    Selects rather than scatters: token buffers are small. Entries beyond the end are dropped.
+    """
+    block_BT = block_BT.astype(buffer_BS.dtype)
+    offsets_BS = jnp.arange(buffer_BS.shape[1])[None, :] - start_B[:, None]
+    for t in range(block_BT.shape[1]):
+        here_BS = offsets_BS == t
+        if count_B is not None:
+            here_BS &= (count_B > t)[:, None]
+        buffer_BS = jnp.where(here_BS, block_BT[:, t : t + 1], buffer_BS)
+    return buffer_BS
+
+
+def gather_tokens(tokens_BS: Array, start_B: Array, width: int) -> Array:
+    """Returns ``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]; beyond the end the
+    last token again.
+    """
+    return jnp.take_along_axis(
+        tokens_BS, start_B[:, None] + jnp.arange(width)[None, :], axis=1, mode="clip"
+    )

@@ -63,9 +63,7 @@ class TreeShape:
     @classmethod
     def in_levels(cls, parents: Sequence[int]) -> TreeShape:
         """Makes the shape of a tree whose nodes are in any order that puts parents first."""
-        depths = [0]
-        for parent in parents:
-            depths.append(depths[parent] + 1)
+        depths = _depths(parents)
         order = sorted(range(1, len(depths)), key=lambda row: depths[row])
         rows = {0: 0} | {row: at for at, row in enumerate(order, 1)}
         return cls(tuple(rows[parents[row - 1]] for row in order))
@@ -88,10 +86,7 @@ class TreeShape:
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
         """Returns the depth of each scored row; 0 for the pending token."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return tuple(depths)
+        return tuple(_depths(self.parents))
 
     @property
     def depth(self) -> int:
@@ -102,10 +97,6 @@ class TreeShape:
     def width(self) -> int:
         """Returns the largest number of siblings."""
         return max(self.parents.count(row) for row in set(self.parents))
-
-    def first(self, K: int) -> TreeShape:
-        """Returns the tree of the first K nodes."""
-        return TreeShape(self.parents[:K])
 
     def level(self, depth: int) -> range:
         """Returns the scored rows at this depth."""
@@ -296,13 +287,10 @@ class Nodes:
         """Returns the draft model's row of each node, ``[B, N]``; 0 for nodes that it did
         not read.
         """
-        first, read_BN = 1, np.zeros_like(self.parents_1N)
-        for chosen_BW in self.chosen:
-            row_1W1 = first + np.arange(chosen_BW.shape[1], dtype=np.int32)[None, :, None]
-            is_node_BWN = chosen_BW[..., None] == np.arange(read_BN.shape[1])[None, None]
-            read_BN = read_BN + (is_node_BWN * row_1W1).sum(axis=1)
-            first += chosen_BW.shape[1]
-        return read_BN
+        chosen_BR = functools.reduce(_join, self.chosen, np.zeros((1, 0), np.int32))
+        is_node_BRN = chosen_BR[..., None] == np.arange(self.parents_1N.shape[1])[None, None]
+        row_1R1 = 1 + np.arange(chosen_BR.shape[1], dtype=np.int32)[None, :, None]
+        return (is_node_BRN * row_1R1).sum(axis=1)
 
 
 def pick(x_BN: Index, index_BW: Index) -> Index:
@@ -312,6 +300,14 @@ def pick(x_BN: Index, index_BW: Index) -> Index:
     return jax.vmap(lambda x, index: x[index])(
         jnp.broadcast_to(x_BN, (len(index_BW), *x_BN.shape[1:])), index_BW
     )
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """Returns the depth of each scored row."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def _join(known_BN: Index, new_BW: Index) -> Index:

@@ -39,14 +39,9 @@ class CoupledRule(Rule):
     draft_independent = True
     trees = True
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
-    ) -> Array:
-        """Draws a drafted token per row with the noise that the target will use at this
-        ``depth``.
-        """
-        del node  # every draft of a position meets the target's noise
-        gumbels_BV = keys.position_gumbels(depth, log_probs_BV.shape[-1])
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, offset: Array | int) -> Array:
+        """Draws a token per row: the draft's, and with the same noise the target's."""
+        gumbels_BV = keys.position_gumbels(offset, log_probs_BV.shape[-1])
         return jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
 
     def siblings(
@@ -62,11 +57,9 @@ class CoupledRule(Rule):
         if draft.parents_BK is not None:
             return self._verify_tree(draft, target, keys)
         target_log_probs = target.all()
-        num_rows, vocab_size = target_log_probs.shape[1:]
-        gumbels = [keys.position_gumbels(offset, vocab_size) for offset in range(num_rows)]
-        choices_BT = jnp.argmax(target_log_probs + jnp.stack(gumbels, axis=1), axis=-1).astype(
-            jnp.int32
-        )
+        num_rows = target_log_probs.shape[1]
+        choices = [self.sample(target_log_probs[:, t], keys, t) for t in range(num_rows)]
+        choices_BT = jnp.stack(choices, axis=1)
         num_accepted_B = count_leading(
             (choices_BT[:, :-1] == draft.tokens_BK) & draft.is_drafted_BK
         )
@@ -78,9 +71,7 @@ class CoupledRule(Rule):
         row_B = num_accepted_B = jnp.zeros(batch, jnp.int32)
         rows, choices, warp_state = [row_B], [], target.warp_state
         for level in range(depth + 1):
-            log_probs_BV = target.at(row_B, warp_state)
-            gumbels_BV = keys.position_gumbels(level, log_probs_BV.shape[-1])
-            choice_B = jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
+            choice_B = self.sample(target.at(row_B, warp_state), keys, level)
             is_choice_BK = (draft.parents_BK == row_B[:, None]) & (
                 draft.tokens_BK == choice_B[:, None]
             )

@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.sampling.rejection import RejectionRule, TokenRule, at_rows
-from specsamp.sampling.rules import Draft, Meter
+from specsamp.sampling.rejection import RejectionRule, TokenRule
+from specsamp.sampling.rules import Draft, Meter, at_tokens, divide, take_row
 
 Array = jax.Array
 
@@ -74,20 +74,20 @@ class LossyTokenRule(RejectionRule):
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
-        log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
+        log_q, log_p = target_log_probs[:, :-1], draft.laws(target_log_probs)
         accepted_BKV = self.given(draft, target_log_probs).accepts(log_q, log_p)
-        return jnp.where(draft.is_drafted_BK, _at_tokens(accepted_BKV, draft), 0)
+        return jnp.where(draft.is_drafted_BK, at_tokens(accepted_BKV, draft.tokens_BK), 0)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are
         accepted, ``[B, V]``.
         """
-        log_q_BV, K = at_rows(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
+        log_q_BV, K = take_row(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
         if K == 0:
             return jnp.exp(log_q_BV)
-        log_p = _draft_log_probs(draft, target_log_probs)
+        log_p = draft.laws(target_log_probs)
         replaced_BKV = self.given(draft, target_log_probs).replaces(target_log_probs[:, :-1], log_p)
-        replaced_BV = at_rows(replaced_BKV, jnp.minimum(num_accepted_B, K - 1))
+        replaced_BV = take_row(replaced_BKV, jnp.minimum(num_accepted_B, K - 1))
         rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
         return jnp.where(rejected_B1, replaced_BV, jnp.exp(log_q_BV))
 
@@ -95,7 +95,7 @@ class LossyTokenRule(RejectionRule):
         """Returns the total variation of `output` at each emitted token, and the acceptance beyond
         ``sum min(p, q)``.
         """
-        log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
+        log_q, log_p = target_log_probs[:, :-1], draft.laws(target_log_probs)
         rule = self.given(draft, target_log_probs)
         exact_BK = jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
         extra_BK = (jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(-1) - exact_BK
@@ -123,9 +123,8 @@ class LossyTokenRule(RejectionRule):
         """
         rejected = 1 - (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1, keepdims=True)
         weights = self.replaces(log_q, log_p)
-        mass = weights.sum(-1, keepdims=True)
         # As `verify` draws.
-        norm = jnp.where(mass > 0, weights / jnp.where(mass > 0, mass, 1), jnp.exp(log_q))
+        norm = divide(weights, weights.sum(-1, keepdims=True), jnp.exp(log_q))
         return jnp.maximum(rejected, 0) * norm
 
     def variation(self, log_q: Array, log_p: Array) -> Array:
@@ -222,9 +221,9 @@ class JointThreshold(LossyTokenRule):
         validate.number("JointThreshold's tau", self.tau, 0, 1, above=True)
 
     def given(self, draft: Draft, target_log_probs: Array) -> JointThreshold:
-        drawn_BK = _at_tokens(_draft_log_probs(draft, target_log_probs), draft)
+        drawn_BK = at_tokens(draft.laws(target_log_probs), draft.tokens_BK)
         scores_BK = drawn_BK if draft.scores_BK is None else draft.scores_BK
-        ratios_BK = _at_tokens(target_log_probs[:, :-1], draft) - scores_BK
+        ratios_BK = at_tokens(target_log_probs[:, :-1], draft.tokens_BK) - scores_BK
         ratios_BK = jnp.where(draft.is_drafted_BK, ratios_BK, 0)
         before_BK = jnp.cumsum(jnp.pad(ratios_BK, ((0, 0), (1, 0)))[:, :-1], axis=1)
         return dataclasses.replace(self, margin=(before_BK + drawn_BK - scores_BK)[..., None])
@@ -286,18 +285,3 @@ class Bounded(LossyTokenRule):
 def _exact_accepts(log_q: Array, log_p: Array, log_scale: float = 0.0) -> Array:
     """Returns ``min(1, scale q / p)``, ``[..., V]``; 1 where p is 0."""
     return jnp.where(log_p == -jnp.inf, 1, jnp.exp(jnp.minimum(log_q - log_p + log_scale, 0)))
-
-
-def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
-    """Returns the draft's distributions ``[B, K, V]``, also for a one-hot draft."""
-    if draft.log_probs_BRV is not None:
-        return draft.log_probs_BRV
-    is_token_BKV = (
-        jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
-    )
-    return jnp.where(is_token_BKV, 0.0, -jnp.inf).astype(target_log_probs.dtype)
-
-
-def _at_tokens(x_BKV: Array, draft: Draft) -> Array:
-    """Returns the entry of each drafted token, ``[B, K]``."""
-    return jnp.take_along_axis(x_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]

@@ -47,8 +47,11 @@ from specsamp.sampling.rules import (
     Rule,
     TargetDistributions,
     Verdict,
+    at_tokens,
     count_leading,
+    divide,
     make_verdict,
+    take_row,
 )
 
 Array = jax.Array
@@ -87,12 +90,10 @@ class RejectionRule(Rule):
         """
         return None
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
-    ) -> Array:
-        """Draws a drafted token per row with noise addressed by ``node``."""
-        nodes_B1 = jnp.broadcast_to(jnp.asarray(node), (log_probs_BV.shape[0], 1))
-        uniforms_B2 = keys.uniforms(Purpose.DRAFT, nodes_B1)[:, 0]
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, offset: Array | int) -> Array:
+        """Draws a drafted token per row with noise addressed by ``offset``."""
+        offsets_B1 = jnp.broadcast_to(jnp.asarray(offset), (log_probs_BV.shape[0], 1))
+        uniforms_B2 = keys.uniforms(Purpose.DRAFT, offsets_B1)[:, 0]
         return draw(jnp.exp(log_probs_BV), uniforms_B2)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
@@ -108,7 +109,7 @@ class RejectionRule(Rule):
         # Also where the draft's distribution is NaN.
         empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)
         weights_BV = jnp.where(
-            empty_B1, jnp.exp(at_rows(target_log_probs, num_accepted_B)), weights_BV
+            empty_B1, jnp.exp(take_row(target_log_probs, num_accepted_B)), weights_BV
         )
         last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
         return make_verdict(
@@ -169,7 +170,7 @@ class BlockRule(RejectionRule):
         mass = self._mass_ahead(draft, target_log_probs, c_BK[:, :-1])
         mass_BK = jnp.pad(mass, ((0, 0), (0, 1)))
         total_BK = mass_BK + (1 - c_BK)  # the brackets make h exactly 1 at c = 1
-        h_BK = jnp.where(total_BK > 0, mass_BK / jnp.where(total_BK > 0, total_BK, 1), 1)
+        h_BK = divide(mass_BK, total_BK, 1)
         return jnp.where(draft.is_drafted_BK, jnp.where(last, c_BK, h_BK), 0)
 
     def num_accepted(self, passed_BK: Array) -> Array:
@@ -182,15 +183,14 @@ class BlockRule(RejectionRule):
         normalised.
         """
         log_c = self.prefix_weights(draft, target_log_probs)
-        scale_B = jnp.exp(jnp.take_along_axis(log_c, num_accepted_B[:, None], axis=1)[:, 0])
+        scale_B = jnp.exp(take_row(log_c, num_accepted_B))
         return _residual(draft, target_log_probs, num_accepted_B, scale_B)
 
     def _mass_ahead(self, draft: Draft, target_log_probs: Array, c: Array) -> Array:
         """Returns ``A_1 .. A_{K-1}``, ``[B, K-1]``."""
         target = target_log_probs[:, 1:-1]
         if draft.log_probs_BRV is None:  # the draft's whole mass lies on one token
-            at_token = jnp.take_along_axis(target, draft.tokens_BK[:, 1:, None], axis=-1)[..., 0]
-            return c * -jnp.expm1(at_token)
+            return c * -jnp.expm1(at_tokens(target, draft.tokens_BK[:, 1:]))
         return jnp.maximum(
             c[..., None] * jnp.exp(target) - jnp.exp(draft.log_probs_BRV[:, 1:]), 0
         ).sum(-1)
@@ -200,11 +200,11 @@ def log_ratios(draft: Draft, target_log_probs: Array) -> Array:
     """Returns ``log q_i(d_i) - log p_i(d_i)``, ``[B, K]``; ``-inf`` where the target excludes the
     token.
     """
-    tokens = draft.tokens_BK[..., None]
-    log_q = jnp.take_along_axis(target_log_probs[:, : tokens.shape[1]], tokens, axis=-1)[..., 0]
+    tokens_BK = draft.tokens_BK
+    log_q = at_tokens(target_log_probs[:, : tokens_BK.shape[1]], tokens_BK)
     if draft.log_probs_BRV is None:
         return log_q
-    log_p = jnp.take_along_axis(draft.log_probs_BRV, tokens, axis=-1)[..., 0]
+    log_p = at_tokens(draft.log_probs_BRV, tokens_BK)
     return jnp.where(log_q == -jnp.inf, -jnp.inf, log_q - log_p)
 
 
@@ -214,7 +214,7 @@ def _residual(
     """Returns ``(c q - p)+`` of the first position that was not accepted; q alone once the draft is
     used up.
     """
-    target_BV = jnp.exp(at_rows(target_log_probs, num_accepted_B))
+    target_BV = jnp.exp(take_row(target_log_probs, num_accepted_B))
     K = draft.tokens_BK.shape[1]
     if K == 0:
         return target_BV
@@ -224,11 +224,6 @@ def _residual(
         token_B1 = jnp.take_along_axis(draft.tokens_BK, index_B[:, None], axis=1)
         draft_BV = (jnp.arange(target_BV.shape[-1])[None, :] == token_B1).astype(target_BV.dtype)
     else:
-        draft_BV = jnp.exp(at_rows(draft.log_probs_BRV, index_B))
+        draft_BV = jnp.exp(take_row(draft.log_probs_BRV, index_B))
     scaled_BV = target_BV if scale_B is None else scale_B[:, None] * target_BV
     return jnp.where(rejected_B1, jnp.maximum(scaled_BV - draft_BV, 0), target_BV)
-
-
-def at_rows(rows_BTV: Array, index_B: Array) -> Array:
-    """Returns ``rows_BTV[b, index_B[b]]``, ``[B, V]``."""
-    return jnp.take_along_axis(rows_BTV, index_B[:, None, None], axis=1)[:, 0]

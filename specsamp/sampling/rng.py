@@ -17,12 +17,13 @@ prompt, sample, position).
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from specsamp.pytrees import pytree
 
 Array = jax.Array
 
@@ -62,8 +63,7 @@ def _address_rows(seed: Array, high: Array, prompt_ids_B: Array, sample_ids_B: A
     return _fold(_fold(base_B, prompt_ids_B), sample_ids_B)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class RoundKeys:
     """The addresses available to one round."""
 

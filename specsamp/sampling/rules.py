@@ -22,14 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.pytrees import pytree
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.warp import Chain, Warp, is_stateless, log_probs
+from specsamp.sampling.warp import Chain, Warp, advance_where, is_stateless, log_probs
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Draft:
     """A drafter's proposal for one round: K nodes, which are tokens of a chain or of a tree.
 
@@ -63,6 +63,21 @@ class Draft:
         """Returns the largest number of nodes on a path."""
         return self.tokens_BK.shape[1] if self.depth is None else self.depth
 
+    def only_in(self, rows_B: Array) -> Draft:
+        """Returns the draft without the tokens of the rows where ``rows_B`` is false."""
+        num_drafted_B = jnp.where(rows_B, self.num_drafted_B, 0)
+        return dataclasses.replace(self, num_drafted_B=num_drafted_B)
+
+    def laws(self, like_BTV: Array) -> Array:
+        """Returns ``log_probs_BRV``, also for a one-hot chain, with vocabulary and dtype of
+        ``like_BTV``.
+        """
+        if self.log_probs_BRV is not None:
+            return self.log_probs_BRV
+        vocabulary = jnp.arange(like_BTV.shape[-1])[None, None, :]
+        is_token_BKV = vocabulary == self.tokens_BK[..., None]
+        return jnp.where(is_token_BKV, 0.0, -jnp.inf).astype(like_BTV.dtype)
+
     def law_rows(self, row_B: Array) -> Array:
         """Returns the rows of ``log_probs_BRV`` for the children of scored rows; arbitrary where
         there are none.
@@ -79,8 +94,7 @@ class Draft:
         return jnp.exp(read_row(self.log_probs_BRV, self.law_rows(row_B)))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Meter:
     """Cost and gain of a lossy rule for each emitted token; both are 0 if nothing was drafted.
 
@@ -96,8 +110,7 @@ class Meter:
     extra: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Verdict:
     """A rule's decision on a draft, before stop tokens and budgets. T = depth + 1."""
 
@@ -112,8 +125,7 @@ class Verdict:
         return self.num_accepted_B + 1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TargetDistributions:
     """The target's distributions after each scored row; rows are warped when a rule reads them.
 
@@ -158,11 +170,7 @@ class TargetDistributions:
         """Returns the warp's state after one more token where ``moves_B`` is true, and the old
         state elsewhere.
         """
-
-        def choose(new: Array, old: Array) -> Array:
-            return jnp.where(moves_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-        return jax.tree.map(choose, self.warp.advance(warp_state, token_B), warp_state)
+        return advance_where(moves_B, self.warp, warp_state, token_B)
 
     def along(self, verdict: Verdict) -> TargetDistributions:
         """Returns the distributions of the accepted path alone, as those of a chain."""
@@ -203,20 +211,15 @@ class Rule(abc.ABC):
     chooses: bool = False
     of_chains: Rule  # the equivalent rule on chains, of a rule that does not verify them
 
-    @abc.abstractmethod
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
-    ) -> Array:
-        """Draws a drafted token per row, int32 ``[B]``.
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, offset: Array | int) -> Array:
+        """Draws the next token of a chain per row, int32 ``[B]``. Rules of trees draw none.
 
         Args:
           log_probs_BV: the draft's distribution, warped and normalised.
           keys: of the round.
-          node: index of the drafted node, 0 for the first: the address of random numbers that each
-            node has alone.
-          depth: number of drafted tokens before this token: the address of random numbers that
-            belong to a position.
+          offset: number of drafted tokens before this token: the address of its random numbers.
         """
+        raise NotImplementedError(f"{self!r} verifies trees: it draws no chain")
 
     def siblings(
         self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int
@@ -228,7 +231,8 @@ class Rule(abc.ABC):
           log_probs_BPV: the draft's distributions, warped and normalised.
           nodes_PC: the node of each child, the address of its random numbers; -1 where a row has
             fewer children.
-          depth: as in `sample`.
+          depth: number of drafted tokens before the children: the address of random numbers that
+            belong to a position.
         """
         raise NotImplementedError(f"{self!r} verifies chains: it draws no siblings")
 
@@ -238,13 +242,26 @@ class Rule(abc.ABC):
 
 
 def count_leading(is_true_BK: Array) -> Array:
-    """Returns the number of true entries before the first false one, ``[B]`` int32."""
-    return jnp.sum(jnp.cumprod(is_true_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    """Returns the number of true entries before the first false one, ``[B]`` int32; any number of
+    leading axes.
+    """
+    return jnp.sum(jnp.cumprod(is_true_BK, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
 
 
 def take_row(x_BT: Array, row_B: Array) -> Array:
-    """Returns ``x_BT[b, row_B[b]]``."""
-    return jnp.take_along_axis(x_BT, row_B[:, None], axis=1)[:, 0]
+    """Returns ``x_BT[b, row_B[b]]``, of an array with any further axes."""
+    index_B1 = jnp.expand_dims(row_B, range(1, x_BT.ndim))
+    return jnp.take_along_axis(x_BT, index_B1, axis=1)[:, 0]
+
+
+def at_tokens(x_TV: Array, tokens_T: Array) -> Array:
+    """Returns the entry of each token; both arrays may have any leading axes."""
+    return jnp.take_along_axis(x_TV, tokens_T[..., None], axis=-1)[..., 0]
+
+
+def divide(x: Array, total: Array, otherwise: Array | float) -> Array:
+    """Returns ``x / total``, and ``otherwise`` where the total is not positive."""
+    return jnp.where(total > 0, x / jnp.where(total > 0, total, 1), otherwise)
 
 
 def read_row(x_BTV: Array, row_B: Array) -> Array:

@@ -43,11 +43,9 @@ class SyntheticAcceptance(Rule):
     def __post_init__(self):
         validate.number("synthetic_acceptance", self.rate, 0, 1)
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
-    ) -> Array:
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, offset: Array | int) -> Array:
         """Draws a token with ``rule``."""
-        return self.rule.sample(log_probs_BV, keys, node=node, depth=depth)
+        return self.rule.sample(log_probs_BV, keys, offset)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Computes the verdict of ``rule``, of which only the appended token is used."""

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
+from specsamp.pytrees import pytree
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
@@ -41,6 +42,7 @@ from specsamp.sampling.rules import (
     Rule,
     TargetDistributions,
     Verdict,
+    divide,
     make_verdict,
     read_row,
     take_row,
@@ -57,8 +59,7 @@ BISECTIONS = 50  # of K-SEQ's threshold, in float64
 MAX_UNROLLED = 32  # sequences whose rows are written one by one: a scatter is a loop on a TPU
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Walk:
     """The end of a walk through a tree. T = depth + 1."""
 
@@ -68,8 +69,7 @@ class Walk:
     asked_BK: Array  # the acceptance probability of each node that was tested; elsewhere -1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Siblings:
     """The children of one scored row per sequence, in the order in which they were drawn. C =
     ``draft.width``.
@@ -134,13 +134,6 @@ class TreeRule(Rule):
         probability.
         """
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
-    ) -> Array:
-        """Draws a child without siblings."""
-        nodes_P1 = jnp.full((1, 1), node)
-        return self.siblings(log_probs_BV[:, None], keys, nodes_PC=nodes_P1, depth=depth)[:, 0, 0]
-
     def siblings(
         self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int
     ) -> Array:
@@ -203,10 +196,10 @@ class RecursiveRule(TreeRule):
             accept_BC, weights_BV = self.judge(target_BV, draft.probs_at(row_B), family)
             uniforms_BC = jnp.take_along_axis(uniforms_BK, family.nodes_BC, axis=1)
             passes_BC = family.is_drafted_BC & (uniforms_BC < accept_BC)
-            moves_B, child_B1 = passes_BC.any(1), jnp.argmax(passes_BC, axis=1)[:, None]
-            node_B = jnp.take_along_axis(family.nodes_BC, child_B1, axis=1)[:, 0]
+            moves_B, child_B = passes_BC.any(1), jnp.argmax(passes_BC, axis=1)
+            node_B = take_row(family.nodes_BC, child_B)
             row_B = jnp.where(moves_B, node_B + 1, row_B)
-            token_B = jnp.take_along_axis(family.tokens_BC, child_B1, axis=1)[:, 0]
+            token_B = take_row(family.tokens_BC, child_B)
             is_asked_BC = family.is_drafted_BC & (jnp.cumsum(passes_BC, axis=1) - passes_BC == 0)
             is_asked_BCK = is_asked_BC[..., None] & (
                 family.nodes_BC[..., None] == jnp.arange(K)[None, None]
@@ -325,7 +318,7 @@ class TraversalRule(TreeRule):
 
         def visit(_: Array, state: _Traversal) -> _Traversal:
             rows_BT, num_B, weights_BT = state.first_leaf(draft, depth)
-            row_B = jnp.take_along_axis(rows_BT, num_B[:, None], axis=1)[:, 0]
+            row_B = take_row(rows_BT, num_B)
             node_B = jnp.maximum(row_B - 1, 0)
             weight_B, judged_B = take_row(weights_BT, row_B), ~state.ended_B & (row_B > 0)
             ends_B = ~state.ended_B & ((row_B == 0) | (take_row(uniforms_BK, node_B) < weight_B))
@@ -352,8 +345,7 @@ class TraversalRule(TreeRule):
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Traversal:
     """The remaining tree and distributions, which are folded, during a walk of `TraversalRule`."""
 
@@ -394,8 +386,7 @@ class _Traversal:
                 jnp.argmax(is_child_BK, axis=1).astype(jnp.int32),
             )
             q_B, p_B = self._probs(draft, node_B)
-            ratio_B = jnp.where(p_B > 0, q_B / jnp.where(p_B > 0, p_B, 1), 0)
-            weight_B = jnp.minimum(take_row(weights_BT, row_B) * ratio_B, 1)
+            weight_B = jnp.minimum(take_row(weights_BT, row_B) * divide(q_B, p_B, 0), 1)
             is_new_BT = (
                 jnp.arange(weights_BT.shape[1])[None] == node_B[:, None] + 1
             ) & has_child_B[:, None]
@@ -418,7 +409,7 @@ class _Traversal:
         left = jnp.maximum(weight_B[:, None, None] * of_target - law, 0)
         mass_B = left.sum(FOLDED)
         total_B = mass_B + (1 - weight_B)  # in this order: at a weight of 1 the path is always kept
-        after_B = jnp.where(total_B > 0, mass_B / jnp.where(total_B > 0, total_B, 1), 1)
+        after_B = divide(mass_B, total_B, 1)
         is_parent_BT = subtracts_B[:, None] & (
             jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None]
         )
@@ -484,8 +475,7 @@ def without(probs: Array, token_B: Array, is_live_B: Array) -> Array:
 
 def normalise(weights: Array, otherwise: Array) -> Array:
     """Returns weights divided by their sum, or ``otherwise`` where the sum is 0."""
-    total = weights.sum(FOLDED, keepdims=True)
-    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), otherwise)
+    return divide(weights, weights.sum(FOLDED, keepdims=True), otherwise)
 
 
 def _put(x_BT: Array, row_B: Array, at_B: Array) -> Array:

@@ -108,6 +108,15 @@ def is_stateless(state: Any) -> bool:
     return not jax.tree.leaves(state)
 
 
+def advance_where(moves_B: Array, warp: Warp, state: Any, token_B: Array) -> Any:
+    """Returns the state after one more token where ``moves_B`` is true, and ``state`` elsewhere."""
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(moves_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, warp.advance(state, token_B), state)
+
+
 # Below this temperature a draw differs from the argmax only where two logits agree to five digits.
 GREEDY_BELOW = 1e-5
 

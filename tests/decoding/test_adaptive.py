@@ -131,6 +131,13 @@ def test_rows_of_a_batch_share_one_draft_length():
     assert [at for at, wanted in enumerate(tries) if wanted] == [16]  # a pause of 8 rounds per row
 
 
+def test_default_length_counts_the_depth_of_trees():
+    """Of six nodes of which one can be accepted, a round emits 1.5 tokens, not 1.98."""
+    adaptive = Adaptive(lengths=(0, 6), costs_ms=(1, 1.9), acceptance=0.5)
+    assert adaptive.for_batch(1).usual == 6
+    assert adaptive.for_batch(1, depths=(0, 1)).usual == 0
+
+
 def test_lengths_suit_the_rows_that_are_decoded_together():
     adaptive = Adaptive(lengths=(2, 8), costs_ms=(1, 1.5), usual=2)
     pair, method, chosen = table_pair(), Method(drafter=NgramDrafter(8), adaptive=adaptive), []

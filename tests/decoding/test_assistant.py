@@ -18,7 +18,7 @@ TARGET = pairs.Case(cache="windowed").target
 
 
 class Argmax(TokenRule):
-    def sample(self, log_probs_BV, keys, **where):
+    def sample(self, log_probs_BV, keys, offset):
         return jnp.argmax(log_probs_BV, axis=-1).astype(jnp.int32)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens
+from specsamp.decoding.state import Weights, gather_tokens
 from specsamp.sampling.penalties import ban
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature

@@ -90,23 +90,24 @@ def test_coupled_texts_equal_plain_decoding(drafter):
 class JudgedByOnePart(VotingDrafter):
     """Reports the winner of a vote with the distribution of the first part."""
 
-    def combine(self, state, draft, laws):
-        return dataclasses.replace(super().combine(state, draft, laws), log_probs_BRV=laws[0])
+    def combine(self, state, drafts):
+        law_BKV = drafts[0].log_probs_BRV
+        return dataclasses.replace(super().combine(state, drafts), log_probs_BRV=law_BKV)
 
 
 class LowerIdWins(JudgedByOnePart):
     """Elects the lower of the tokens of two parts."""
 
-    def combine(self, state, draft, laws):
-        tokens_BK = draft.proposed_BPK.min(axis=1)
-        return dataclasses.replace(super().combine(state, draft, laws), tokens_BK=tokens_BK)
+    def combine(self, state, drafts):
+        tokens_BK = state.tokens_BPK.min(axis=1)
+        return dataclasses.replace(super().combine(state, drafts), tokens_BK=tokens_BK)
 
 
 class LowerIdIsCertain(LowerIdWins):
     """Reports the lower token as a one-hot proposal, which is correct."""
 
-    def combine(self, state, draft, laws):
-        return dataclasses.replace(super().combine(state, draft, laws), log_probs_BRV=None)
+    def combine(self, state, drafts):
+        return dataclasses.replace(super().combine(state, drafts), log_probs_BRV=None)
 
 
 class KnowsTheNoise(ChoosingDrafter):
@@ -141,5 +142,5 @@ def test_choice_by_target_noise_is_caught(kind, is_exact):
 def test_parts_draw_with_noise_of_their_own():
     loop, draft = table_loop(TokenRule(), VotingDrafter(models(2, 1))), (FAR, FAR)
     state = prefill(loop, TARGET, draft, [[0]], 9, FULL, samples=200)
-    drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[0].proposed_BPK
+    drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[1].tokens_BPK
     assert 50 < (drawn[:, 0, 0] == drawn[:, 1, 0]).sum() < 150

@@ -7,8 +7,7 @@ import pytest
 
 from specsamp.decoding.drafters import ModuleDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import write_tokens
+from specsamp.decoding.state import Weights, write_tokens
 from specsamp.sampling.rejection import TokenRule
 from support.fakes import prefill
 from support.heads import LayeredTable, mtp

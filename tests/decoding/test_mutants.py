@@ -71,9 +71,9 @@ class ByPosition(RoundKeys):
 
 def by_position(rule):
     class Mutant(rule):
-        def sample(self, log_probs_BV, keys, **address):
+        def sample(self, log_probs_BV, keys, offset):
             return super().sample(
-                log_probs_BV, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B), **address
+                log_probs_BV, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B), offset
             )
 
         def verify(self, draft, target, keys):

@@ -38,7 +38,7 @@ class AcceptsByLength(Rule):
 
     trees = True
 
-    def sample(self, log_probs_BV, keys, *, node, depth):
+    def sample(self, log_probs_BV, keys, offset):
         return jnp.argmax(log_probs_BV, axis=-1).astype(jnp.int32)
 
     def siblings(self, log_probs_BPV, keys, *, nodes_PC, depth):
@@ -49,7 +49,7 @@ class AcceptsByLength(Rule):
         last_B = 5 * keys.starts_B % V
         if draft.parents_BK is None:
             return make_verdict(draft, row_B, last_B)
-        on_path_BT = take_row(block_of(draft, keys.starts_B).visible_BTR, row_B[:, None])
+        on_path_BT = take_row(block_of(draft, keys.starts_B).visible_BTR, row_B)
         rows_BT = jnp.argsort(~on_path_BT, axis=1)[:, : draft.depth + 1].astype(jnp.int32)
         return make_verdict(draft, on_path_BT.sum(axis=1) - 1, last_B, rows_BT)
 

@@ -187,8 +187,8 @@ class Given(Rule):
 
     tokens_BK: jax.Array
 
-    def sample(self, log_probs_BV, keys, *, node, depth):
-        return jax.lax.dynamic_index_in_dim(self.tokens_BK, depth, axis=1, keepdims=False)
+    def sample(self, log_probs_BV, keys, offset):
+        return jax.lax.dynamic_index_in_dim(self.tokens_BK, offset, axis=1, keepdims=False)
 
     def verify(self, draft, target, keys):
         raise NotImplementedError

@@ -57,7 +57,7 @@ def hostile_distributions(rng, steps):
 def draft_each_row(rule, distributions_BKV, keys):
     """Draws tokens [B, K] from distributions that differ by row."""
     by_step = distributions_BKV.swapaxes(0, 1), jnp.arange(distributions_BKV.shape[1])
-    return jax.lax.map(lambda at: rule.sample(at[0], keys, node=at[1], depth=at[1]), by_step).T
+    return jax.lax.map(lambda at: rule.sample(at[0], keys, at[1]), by_step).T
 
 
 @pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])

@@ -183,7 +183,9 @@ class CancelsTheTokenItself(Sampler):
 
     def _decide(self, before, after, *drawn):
         after = super()._decide(before, after, *drawn)
-        return dataclasses.replace(after, num_drafted_B=before.num_drafted_B + after.goes_on_B)
+        num_drafted_B = before.draft.num_drafted_B + after.goes_on_B
+        draft = dataclasses.replace(after.draft, num_drafted_B=num_drafted_B)
+        return dataclasses.replace(after, draft=draft)
 
 
 class StopsOneTokenEarly(ModelDrafter):

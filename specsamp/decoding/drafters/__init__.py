@@ -33,8 +33,6 @@ __all__ = [
     "EarlyExitTree",
     "FeatureDrafter",
     "FeatureTree",
-]
-__all__ += [
     "ModelDrafter",
     "ModelTree",
     "ModuleDrafter",
@@ -42,5 +40,7 @@ __all__ += [
     "NgramTree",
     "NoDrafter",
     "ParallelDrafter",
+    "TranslatingDrafter",
+    "VotingDrafter",
+    "WindowDrafter",
 ]
-__all__ += ["TranslatingDrafter", "VotingDrafter", "WindowDrafter"]

@@ -13,19 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, ScoredRound
+from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, Sampler, ScoredRound, Weights
 from specsamp.decoding.drafters.feature import HeadDrafter
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.assistant import AssistantHead
+from specsamp.pytrees import pytree
+from specsamp.sampling.rules import take_row
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array, Array]  # the target's cache, features, logits, tokens
+_Carry = tuple[Any, Array]  # the target's cache, features
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class AssistantState:
     """The state of an assistant for each row, between rounds."""
 
@@ -63,32 +61,22 @@ class AssistantDrafter(HeadDrafter):
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
         lengths_B = prefix.lengths_B
-        tokens_BK = jnp.zeros((len(lengths_B), self.K), jnp.int32)
 
-        def call(token_B1: Array, feature_B1W: Array, offset: Array | int, cache: Any) -> Any:
+        def step(offset: Array | int, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+            cache, feature_B1W = carry
             at_B = lengths_B - 1 + offset
-            embedded_B1W, cache = self._embed(weights, token_B1, at_B, cache)
+            embedded_B1W, cache = self._embed(weights, token_B[:, None], at_B, cache)
             # A text of one token has nothing to attend to; its draft does not count.
             longer_B = jnp.maximum(lengths_B, 2)
-            return cache, *self.head(weights.draft, embedded_B1W, feature_B1W, longer_B, cache)
+            feature_B1W, logits_B1V = self.head(
+                weights.draft, embedded_B1W, feature_B1W, longer_B, cache
+            )
+            return logits_B1V[:, 0], (cache, feature_B1W)
 
-        def draw(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-            cache, feature_B1W, logits_B1V, tokens_BK = carry
-            token_B, drawn = sample.draw(logits_B1V[:, 0], offset, drawn, self.K)
-            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, token_B, offset, axis=1)
-            return (cache, feature_B1W, logits_B1V, tokens_BK), drawn
-
-        def step(offset: Array, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-            cache, feature_B1W, _, tokens_BK = carry
-            token_B1 = jax.lax.dynamic_slice_in_dim(tokens_BK, offset - 1, 1, axis=1)
-            return draw(offset, (*call(token_B1, feature_B1W, offset, cache), tokens_BK), drawn)
-
-        pending_B1 = gather_tokens(prefix.tokens_BS, lengths_B - 1, 1)
-        carry = *call(pending_B1, state.feature_BW[:, None], 0, cache), tokens_BK
-        (cache, _, _, tokens_BK), drawn = sample.chain(self.K, draw, step, carry)
-        draft = sample.draft(tokens_BK, drawn)
-        num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
-        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
+        carry = cache, state.feature_BW[:, None]
+        logits_BV, carry = step(0, prefix.pending_B1[:, 0], carry)
+        draft, (cache, _) = sample.chain(self.K, logits_BV, step, carry)
+        return draft.only_in(state.ready_B), state, cache
 
     def commit(
         self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
@@ -99,4 +87,4 @@ class AssistantDrafter(HeadDrafter):
 
     def _take(self, features_BTW: Array, row_B: Array) -> Array:
         row_B = self.head.layout.on_all_devices(row_B)
-        return jnp.take_along_axis(features_BTW, row_B[:, None, None], axis=1)[:, 0]
+        return take_row(features_BTW, row_B)

@@ -24,20 +24,18 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, Proposal
+from specsamp.decoding.drafter import Prefix, Proposal, Sampler, Weights
 from specsamp.decoding.drafters.model import ModelDrafter
-from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.decoding.trees import pick
+from specsamp.pytrees import pytree
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import log_probs
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Hypotheses:
     """The W most probable continuations of each row so far, the best first."""
 

@@ -16,18 +16,22 @@ All laws are exact, since the rule gets the distribution that each token was dra
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, ScoredRound, depth_of
+from specsamp.decoding.drafter import (
+    Prefix,
+    PromptChunk,
+    Proposal,
+    Sampler,
+    ScoredRound,
+    Weights,
+    depth_of,
+)
 from specsamp.decoding.drafters.feature import HeadDrafter
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens
 from specsamp.sampling.warp import greedy
 
 if TYPE_CHECKING:
@@ -35,18 +39,11 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 
+# The state of the head's correction; bool, whether all confidences so far were high enough; and
+# int32, the tokens before the first low confidence.
+_Carry = tuple[Any, Array, Array]
+
 LAWS = ("argmax", "marginals", "conditional")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Holds the state of a chain while the tokens of a block are drawn."""
-
-    tokens_BK: Array
-    correction: Any  # the head's state
-    goes_on_B: Array  # bool, whether all confidences so far were high enough
-    num_trusted_B: Array  # int32, tokens before the first low confidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +56,7 @@ class BlockDrafter(HeadDrafter):
       head: a head made for this target.
       K: tokens per round, at most those of a block. The block keeps its b rows: a shorter draft
         saves scoring alone.
-      law: one of `LAWS`; None: `default_law` of the head.
+      law: one of `LAWS`; None: "conditional" if the head corrects its logits, else "marginals".
       threshold: tokens from the first on whose confidence is lower are not submitted; 0: all K are.
         The confidence of a token is known before it is drawn, so this biases nothing. It saves no
         time, since K + 1 tokens are scored.
@@ -72,7 +69,8 @@ class BlockDrafter(HeadDrafter):
     def __post_init__(self):
         config = self.head.config
         if self.law is None:
-            object.__setattr__(self, "law", default_law(self.head))
+            law = "marginals" if config.correction() is None else "conditional"
+            object.__setattr__(self, "law", law)
         validate.choice("law", self.law, LAWS)
         validate.number("threshold", self.threshold, 0, 1)
         validate.integer("K", self.K, 1)
@@ -106,51 +104,32 @@ class BlockDrafter(HeadDrafter):
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
         """A prompt of one token drafts nothing in its first round: there is no context yet."""
-        pending_B1 = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
-        rows_BKD, logits_BKU, state = self._run_block(
-            weights, state, pending_B1[:, 0], prefix.lengths_B - 1
-        )
+        rows_BKD, logits_BKU, state = self._run_block(weights, state, prefix)
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
-        confident = self.threshold > 0
 
-        def step(offset: Array | int, rows: _Rows, drawn: Drawn) -> tuple[_Rows, Drawn]:
-            before_BX = jnp.concatenate([pending_B1, rows.tokens_BK], axis=1)
-            before_B, x_BD, logits_BU = (_row(x, offset) for x in (before_BX, rows_BKD, logits_BKU))
-            goes_on_B, correction = rows.goes_on_B, rows.correction
-            if confident:
-                odds_B = self.head.confidence(weights.draft, x_BD, before_B)
-                goes_on_B = goes_on_B & (jax.nn.sigmoid(odds_B) >= self.threshold)
+        def step(offset: Array | int, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+            correction, goes_on_B, num_trusted_B = carry
+            x_BD, logits_BU = (_row(x, offset) for x in (rows_BKD, logits_BKU))
+            if self.threshold:
+                odds_B = self.head.confidence(weights.draft, x_BD, token_B)
+                goes_on_B &= jax.nn.sigmoid(odds_B) >= self.threshold
             if self.law != "marginals":
                 logits_BU, correction = self.head.correct(
-                    weights.draft, logits_BU, x_BD, before_B, correction
+                    weights.draft, logits_BU, x_BD, token_B, correction
                 )
-            logits_BV = self.head.expand(weights.draft, logits_BU, self.target.kernels)
-            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            return _Rows(
-                tokens_BK=jax.lax.dynamic_update_index_in_dim(
-                    rows.tokens_BK, tokens_B, offset, axis=1
-                ),
-                correction=correction,
-                goes_on_B=goes_on_B,
-                num_trusted_B=rows.num_trusted_B + goes_on_B,
-            ), drawn
+            return self._expand(weights, logits_BU), (
+                correction,
+                goes_on_B,
+                num_trusted_B + goes_on_B,
+            )
 
-        batch = len(prefix.lengths_B)
-        rows = _Rows(
-            tokens_BK=jnp.zeros((batch, self.K), jnp.int32),
-            correction=self.head.begin(weights.draft, batch),
-            goes_on_B=prefix.lengths_B >= 2,
-            num_trusted_B=jnp.zeros((batch,), jnp.int32),
-        )
-        rows, drawn = sample.chain(self.K, step, step, rows)
-        draft = sample.draft(rows.tokens_BK, drawn)
-        trusted_B = rows.num_trusted_B if confident else jnp.where(prefix.lengths_B >= 2, self.K, 0)
-        return (
-            dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, trusted_B)),
-            state,
-            cache,
-        )
+        correction = self.head.begin(weights.draft, len(prefix.lengths_B))
+        nothing = correction, prefix.lengths_B >= 2, jnp.zeros_like(prefix.lengths_B)
+        logits_BV, carry = step(0, prefix.pending_B1[:, 0], nothing)
+        draft, (_, _, num_trusted_B) = sample.chain(self.K, logits_BV, step, carry)
+        num_drafted_B = jnp.minimum(draft.num_drafted_B, num_trusted_B)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 
     def commit(
         self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
@@ -162,25 +141,19 @@ class BlockDrafter(HeadDrafter):
         ), cache
 
     def _run_block(
-        self, weights: Weights, state: Caches, pending_B: Array, at_B: Array
+        self, weights: Weights, state: Caches, prefix: Prefix
     ) -> tuple[Array, Array, Caches]:
         """Returns the rows of the first K tokens, their logits without correction, and
         the caches.
         """
-        head, first = self.head, self.head.config.first_row
+        head, first, at_B = self.head, self.head.config.first_row, prefix.lengths_B - 1
         embedded_BTD = head.embed_blocks(
-            weights.draft, self.target, weights.target, pending_B, at_B
+            weights.draft, self.target, weights.target, prefix.pending_B1[:, 0], at_B
         )
         at_B1 = at_B[:, None]
         rows_BTD, state = head(weights.draft, embedded_BTD, at_B1, at_B1, state)
         rows_BKD = rows_BTD[:, first : first + depth_of(self)]
-        of_target = functools.partial(self.target.unembed_normed, weights.target)
-        return rows_BKD, head.logits(weights.draft, rows_BKD, of_target), state
-
-
-def default_law(head: BlockHead) -> str:
-    """Returns the law that drafts if none is given."""
-    return "marginals" if head.config.correction() is None else "conditional"
+        return rows_BKD, self._logits(weights, rows_BKD), state
 
 
 def _row(x_BK: Array, offset: Array | int) -> Array:

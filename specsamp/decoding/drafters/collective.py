@@ -37,16 +37,17 @@ from specsamp.decoding.drafter import (
     Prefix,
     PromptChunk,
     Proposal,
+    Sampler,
     ScoredRound,
+    Weights,
     hooks_of,
     with_length,
 )
 from specsamp.decoding.drafter_calls import catch_up, num_covered
-from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Weights
 from specsamp.models.interface import LanguageModel, Output
+from specsamp.pytrees import pytree
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft
+from specsamp.sampling.rules import Draft, count_leading, take_row
 
 Array = jax.Array
 # Of a part: its state, the tokens of each row that this covers, and the target's cache.
@@ -55,23 +56,16 @@ _Memory = tuple[Any, Array, Any]
 MOST_OFFSETS = 1 << 16  # of a round; the noise of the next part begins behind them
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class CollectiveState:
     """The state of P drafters for each row, between rounds."""
 
     parts: tuple[Any, ...]  # the state of each drafter
     seen_BP: Array  # int32, the tokens that it covers
     expected_BP: Array  # float32, the emitted tokens of its next draft
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveDraft(Draft):
-    """The draft that is verified, and the proposals of P drafters."""
-
-    proposed_BPK: Array  # int32
-    num_proposed_BP: Array  # int32 in [0, K]; 0 for parts that did not draft
+    # The proposals, from `propose` to `commit`; else None.
+    tokens_BPK: Array | None = None  # int32
+    num_BP: Array | None = None  # int32 in [0, K]; 0 for parts that did not draft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +96,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
     recovery_weight = 0.02  # weight of K, each round, in the average of a part that did not
 
     def __post_init__(self):
-        parts = tuple(self.parts) if isinstance(self.parts, Sequence) else ()
+        parts = tuple(self.parts) if validate.is_list(self.parts) else ()
         if len(parts) < 2 or not all(isinstance(part, Drafter) for part in parts):
             raise ValueError(
                 "parts must be two drafters or more, such as (NgramDrafter(4), ModelDrafter(model, "
@@ -202,22 +196,20 @@ class CollectiveDrafter(DrafterHooks, Drafter):
     def commit(
         self, weights: Weights, state: CollectiveState, scored: ScoredRound, cache: Any
     ) -> tuple[CollectiveState, Any]:
-        parts, draft = list(state.parts), scored.draft
+        parts = list(state.parts)
         for i, part in enumerate(self.parts):
             own = dataclasses.replace(scored, output=self._output_of(i, scored.output))
             parts[i], cache = part.commit(_weights_of(weights, i), parts[i], own, cache)
-        state = dataclasses.replace(state, parts=tuple(parts))
-        if not isinstance(draft, CollectiveDraft):  # a pause
-            return state, cache
-        num_BP1 = draft.num_proposed_BP[..., None]
-        is_emitted_BPK = draft.proposed_BPK == scored.verdict.tokens_BT[:, None, : self.K]
-        is_emitted_BPK &= jnp.arange(self.K)[None, None] < num_BP1
-        emitted_BP = jnp.cumprod(is_emitted_BPK, axis=2).sum(axis=2, dtype=jnp.int32)
-        has_drafted_BP = draft.num_proposed_BP > 0
+        after = dataclasses.replace(state, parts=tuple(parts), tokens_BPK=None, num_BP=None)
+        if state.num_BP is None:  # a pause
+            return after, cache
+        is_emitted_BPK = state.tokens_BPK == scored.verdict.tokens_BT[:, None, : self.K]
+        is_emitted_BPK &= jnp.arange(self.K)[None, None] < state.num_BP[..., None]
+        emitted_BP, has_drafted_BP = count_leading(is_emitted_BPK), state.num_BP > 0
         surprise_BP = jnp.where(has_drafted_BP, emitted_BP, self.K) - state.expected_BP
         weight_BP = jnp.where(has_drafted_BP, self.update_weight, self.recovery_weight)
         return dataclasses.replace(
-            state,
+            after,
             seen_BP=state.seen_BP + emitted_BP,
             expected_BP=state.expected_BP + (weight_BP * surprise_BP).astype(jnp.float32),
         ), cache
@@ -235,18 +227,13 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         part, own, (state, seen_B, cache) = self.parts[i], _weights_of(weights, i), memory
         known_B = num_covered(part, prefix.lengths_B)
         if hooks_of(part).falls_behind:
-
-            def is_behind(seen_B: Array) -> Array:
-                return sample.any_shard(jnp.any(rows_B & (seen_B < known_B)))
-
-            state, _ = catch_up(part, own, state, prefix, seen_B, is_behind)
-        keys = _PartKeys(rows_B=sample.keys.rows_B, starts_B=sample.keys.starts_B, part=i)
+            state, _ = catch_up(part, own, state, prefix, seen_B, rows_B, sample.any_shard)
+        keys = _PartKeys(**vars(sample.keys), part=i)
         sample = dataclasses.replace(sample, keys=keys)
         draft, state, cache = part.propose(own, state, prefix, cache, sample)
-        draft = dataclasses.replace(draft, num_drafted_B=jnp.where(rows_B, draft.num_drafted_B, 0))
         # The counts of other rows stay, so that no count depends on the rest of the batch. If the
         # first n tokens are emitted, the state covers n more.
-        return draft, (state, jnp.where(rows_B, known_B + 1, seen_B), cache)
+        return draft.only_in(rows_B), (state, jnp.where(rows_B, known_B + 1, seen_B), cache)
 
     def _each(self, params: Any) -> tuple[Any, ...]:
         """Returns the parameters of each part."""
@@ -261,7 +248,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
     def propose(
         self, weights: Weights, state: CollectiveState, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        first_B, drafts, parts, seen = self.choose(state, prefix), [], [], []
+        first_B, drafts, memories = self.choose(state, prefix), [], []
         waits_B = jnp.ones(prefix.lengths_B.shape, bool)
         if sample.draft_lengths_B is not None:
             waits_B = sample.draft_lengths_B > 0
@@ -269,21 +256,21 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             rows_B = waits_B if first_B is None else waits_B & (first_B <= i)
             run = functools.partial(self._draft_part, i, weights, prefix, sample, rows_B)
             memory = state.parts[i], state.seen_BP[:, i], cache
-            draft, (own, seen_B, cache) = _run_if(sample.any_shard(rows_B.any()), run, memory)
+            draft, memory = _run_if(sample.any_shard(rows_B.any()), run, memory)
             if first_B is not None:
                 waits_B &= draft.num_drafted_B == 0
+            cache = memory[2]
             drafts.append(draft)
-            parts.append(own)
-            seen.append(seen_B)
-        draft = CollectiveDraft(
-            tokens_BK=drafts[0].tokens_BK,
-            num_drafted_B=drafts[0].num_drafted_B,
-            proposed_BPK=jnp.stack([draft.tokens_BK for draft in drafts], axis=1),
-            num_proposed_BP=jnp.stack([draft.num_drafted_B for draft in drafts], axis=1),
+            memories.append(memory)
+        parts, seen, _ = zip(*memories)
+        state = dataclasses.replace(
+            state,
+            parts=parts,
+            seen_BP=jnp.stack(seen, axis=1),
+            tokens_BPK=jnp.stack([draft.tokens_BK for draft in drafts], axis=1),
+            num_BP=jnp.stack([draft.num_drafted_B for draft in drafts], axis=1),
         )
-        draft = self.combine(state, draft, [draft.log_probs_BRV for draft in drafts])
-        seen_BP = jnp.stack(seen, axis=1)
-        return draft, dataclasses.replace(state, parts=tuple(parts), seen_BP=seen_BP), cache
+        return self.combine(state, drafts), state, cache
 
     def choose(self, state: CollectiveState, prefix: Prefix) -> Array | None:
         """Returns the index of each row's first part, int32 ``[B]``, of which the next are needed
@@ -292,13 +279,8 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         return None
 
     @abc.abstractmethod
-    def combine(self, state: CollectiveState, draft: CollectiveDraft, laws: list) -> Draft:
-        """Returns the draft that is verified.
-
-        Args:
-          draft: with all proposals.
-          laws: the distributions ``[B, K, V]`` of each part, or None.
-        """
+    def combine(self, state: CollectiveState, drafts: Sequence[Draft]) -> Draft:
+        """Returns the draft that is verified, of the drafts of all parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,10 +292,9 @@ class VotingDrafter(CollectiveDrafter):
     tokens. Of two drafters, the one with the larger weight always wins: use it with three or more.
     """
 
-    def combine(self, state: CollectiveState, draft: CollectiveDraft, laws: list) -> Draft:
-        voters = draft.proposed_BPK, draft.num_proposed_BP, state.expected_BP
-        tokens_BK, num_drafted_B = vote(*voters)
-        return dataclasses.replace(draft, tokens_BK=tokens_BK, num_drafted_B=num_drafted_B)
+    def combine(self, state: CollectiveState, drafts: Sequence[Draft]) -> Draft:
+        tokens_BK, num_drafted_B = vote(state.tokens_BPK, state.num_BP, state.expected_BP)
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,22 +326,17 @@ class ChoosingDrafter(CollectiveDrafter):
         costs_P = jnp.asarray(self.costs or (1.0,), jnp.float32)
         return jnp.argmax((1 + state.expected_BP) / costs_P[None], axis=1).astype(jnp.int32)
 
-    def combine(self, state: CollectiveState, draft: CollectiveDraft, laws: list) -> Draft:
+    def combine(self, state: CollectiveState, drafts: Sequence[Draft]) -> Draft:
         """Returns the only proposal that has tokens."""
-        takes_PB = draft.num_proposed_BP.T > 0
-        known = [law_BKV for law_BKV in laws if law_BKV is not None]
+        takes_BP = state.num_BP > 0
+        known = [draft.log_probs_BRV for draft in drafts if draft.log_probs_BRV is not None]
         log_probs_BKV = None
-        if known:  # write the one-hot distributions of the others out
-            for i in (i for i, law_BKV in enumerate(laws) if law_BKV is None):
-                one_hot_BKV = jax.nn.one_hot(draft.proposed_BPK[:, i], known[0].shape[2])
-                laws[i] = jnp.log(one_hot_BKV)
-            log_probs_BKV = jnp.select(list(takes_PB[..., None, None]), laws)
-        return dataclasses.replace(
-            draft,
-            tokens_BK=jnp.select(
-                list(takes_PB[..., None]), list(draft.proposed_BPK.swapaxes(0, 1))
-            ),
-            num_drafted_B=draft.num_proposed_BP.sum(axis=1),
+        if known:  # the one-hot distributions of the others are written out
+            laws = [draft.laws(known[0]) for draft in drafts]
+            log_probs_BKV = jnp.select(list(takes_BP.T[..., None, None]), laws)
+        return Draft(
+            tokens_BK=jnp.where(takes_BP[..., None], state.tokens_BPK, 0).sum(axis=1),
+            num_drafted_B=state.num_BP.sum(axis=1),
             log_probs_BRV=log_probs_BKV,
         )
 
@@ -380,20 +356,16 @@ def vote(proposed_BPK: Array, num_BP: Array, weights_BP: Array) -> tuple[Array, 
       ``tokens_BK`` and ``num_drafted_B``, int32.
     """
 
-    def elect(agrees_BP: Array, at: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        tokens_BP, has_token_BP = at
-        votes_BP = agrees_BP & has_token_BP
+    agrees_BP, tokens, elected = jnp.ones(num_BP.shape, bool), [], []
+    for k in range(proposed_BPK.shape[2]):
+        votes_BP, tokens_BP = agrees_BP & (k < num_BP), proposed_BPK[:, :, k]
         is_same_BPP = tokens_BP[:, :, None] == tokens_BP[:, None, :]
         support_BP = jnp.sum(is_same_BPP * (votes_BP * weights_BP)[:, None], axis=2)
-        winner_B1 = jnp.argmax(jnp.where(votes_BP, support_BP, -1), axis=1)[:, None]
-        token_B1 = jnp.take_along_axis(tokens_BP, winner_B1, axis=1)
-        return votes_BP & (tokens_BP == token_B1), (token_B1[:, 0], votes_BP.any(axis=1))
-
-    tokens_KBP = jnp.moveaxis(proposed_BPK, 2, 0)
-    has_token_KBP = jnp.arange(len(tokens_KBP))[:, None, None] < num_BP[None]
-    all_BP = jnp.ones(num_BP.shape, bool)
-    _, (tokens_KB, elected_KB) = jax.lax.scan(elect, all_BP, (tokens_KBP, has_token_KBP))
-    return tokens_KB.T, jnp.sum(elected_KB, axis=0, dtype=jnp.int32)
+        winner_B = jnp.argmax(jnp.where(votes_BP, support_BP, -1), axis=1)
+        tokens.append(take_row(tokens_BP, winner_B))
+        elected.append(votes_BP.any(axis=1))
+        agrees_BP = votes_BP & (tokens_BP == tokens[-1][:, None])
+    return jnp.stack(tokens, axis=1), jnp.sum(jnp.stack(elected), axis=0, dtype=jnp.int32)
 
 
 def _run_if(

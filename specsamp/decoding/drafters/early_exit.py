@@ -21,14 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, Proposal, check_is_target
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
+from specsamp.decoding.drafter import Drafter, Prefix, Proposal, Sampler, Weights, check_is_target
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +101,10 @@ def self_draft(
       The draft, and the cache after the last call.
     """
 
-    def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-        cache, last_B, tokens_BK = carry
-        output = call(jnp.broadcast_to(last_B[:, None], (len(last_B), width)), offset, cache)
-        tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, K)
-        tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-        return (output.cache, tokens_B, tokens_BK), drawn
+    def step(offset: Array | int, token_B: Array, cache: Any) -> tuple[Array, Any]:
+        fed_BT = jnp.broadcast_to(token_B[:, None], (len(token_B), width))
+        output = call(fed_BT, offset, cache)
+        return output.logits_BTV[:, 0], output.cache
 
-    pending_B1 = jnp.take_along_axis(prefix.tokens_BS, prefix.lengths_B[:, None] - 1, axis=1)
-    carry = cache, pending_B1[:, 0], jnp.zeros((len(pending_B1), K), jnp.int32)
-    (cache, _, tokens_BK), drawn = sample.chain(K, step, step, carry)
-    return sample.draft(tokens_BK, drawn), cache
+    logits_BV, cache = step(0, prefix.pending_B1[:, 0], cache)
+    return sample.chain(K, logits_BV, step, cache)

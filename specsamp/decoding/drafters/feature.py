@@ -24,25 +24,32 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, PromptChunk, Proposal, ScoredRound, depth_of
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
+from specsamp.decoding.drafter import (
+    Drafter,
+    Prefix,
+    PromptChunk,
+    Proposal,
+    Sampler,
+    ScoredRound,
+    Weights,
+    check_is_target,
+    depth_of,
+)
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import Block, LanguageModel, LayeredModel
 from specsamp.models.mtp import ModuleChain
-from specsamp.sampling.rules import Draft
+from specsamp.pytrees import pytree
 
 if TYPE_CHECKING:
     from specsamp.models.heads import Head
 
 Array = jax.Array
-_Carry = tuple[Any, Any, Array, Array]  # the head's cache, the target's, features, tokens
+FeatureCarry = tuple[Any, Any, Array]  # the head's cache, the target's, features
 
 MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 1 slots
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class FeatureState:
     """The state of a head for each row, between rounds."""
 
@@ -74,10 +81,7 @@ class HeadDrafter(Drafter):
         return self.head
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        if target != self.target:
-            raise ValueError(
-                f"the drafter was made for another target, {self.target!r}; the pair has {target!r}"
-            )
+        check_is_target(self.target, target)
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         self.head.check_target(target)
@@ -102,6 +106,15 @@ class HeadDrafter(Drafter):
         if self.head.config.own_embedding:
             return self.head.embed(weights.draft, tokens_BT), cache
         return self.target.embed(weights.target, tokens_BT, start_B, cache, block=block)
+
+    def _logits(self, weights: Weights, x_BTD: Array, offset: Array | int = 0) -> Array:
+        """Returns the head's own logits, ``[B, T, U]``; see `Head.logits`."""
+        of_target = functools.partial(self.target.unembed_normed, weights.target)
+        return self.head.logits(weights.draft, x_BTD, of_target, offset)
+
+    def _expand(self, weights: Weights, logits_XU: Array) -> Array:
+        """Returns logits ``[..., V]`` of the target's tokens; see `Head.expand`."""
+        return self.head.expand(weights.draft, logits_XU, self.target.kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,34 +194,28 @@ class FeatureDrafter(HeadDrafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        batch, head = len(prefix.lengths_B), self.head
-        of_target = functools.partial(self.target.unembed_normed, weights.target)
-
-        def draw(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-            head_cache, cache, feature_BD, tokens_BK = carry
+        def score(feature_BD: Array, offset: Array | int) -> Array:
             # Logits of one position only: with two, a TPU spends more time on moving the logits
             # than on the head.
-            logits_BU = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)[:, 0]
-            tokens_B, drawn = sample.draw(
-                head.expand(weights.draft, logits_BU, self.target.kernels), offset, drawn, self.K
-            )
-            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-            return (head_cache, cache, feature_BD, tokens_BK), drawn
+            logits_BTU = self._logits(weights, self._widen(feature_BD), offset)
+            return self._expand(weights, logits_BTU[:, 0])
 
-        def step(offset: Array, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
-            head_cache, cache, feature_BD, tokens_BK = carry
-            at_B = prefix.lengths_B + offset - 1  # of the token drafted last
-            tokens_B = jax.lax.dynamic_index_in_dim(tokens_BK, offset - 1, axis=1, keepdims=False)
-            embedded_BTD, cache = self._embed(weights, self._widen(tokens_B), at_B, cache)
-            returned_BTD, head_cache = head(
+        def step(offset: Array, token_B: Array, carry: FeatureCarry) -> tuple[Array, FeatureCarry]:
+            head_cache, cache, feature_BD = carry
+            at_B = prefix.lengths_B + offset - 1  # of this token
+            embedded_BTD, cache = self._embed(weights, self._widen(token_B), at_B, cache)
+            returned_BTD, head_cache = self.head(
                 weights.draft, embedded_BTD, self._widen(feature_BD), at_B - 1, head_cache
             )
-            return draw(offset, (head_cache, cache, returned_BTD[:, 0], tokens_BK), drawn)
+            feature_BD = returned_BTD[:, 0]
+            return score(feature_BD, offset), (head_cache, cache, feature_BD)
 
-        carry = state.cache, cache, state.feature_BD, jnp.zeros((batch, self.K), jnp.int32)
-        (head_cache, cache, _, tokens_BK), drawn = sample.chain(self.K, draw, step, carry)
-        draft = sample.draft(tokens_BK, drawn)
-        return proposed(draft, state, head_cache, cache)
+        draft, (head_cache, cache, _) = sample.chain(
+            self.K, score(state.feature_BD, 0), step, (state.cache, cache, state.feature_BD)
+        )
+        # Rows without a last pair draft nothing.
+        state = dataclasses.replace(state, cache=head_cache)
+        return draft.only_in(state.ready_B), state, cache
 
     def commit(
         self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
@@ -231,13 +238,3 @@ class FeatureDrafter(HeadDrafter):
         the head's cache.
         """
         return jnp.repeat(x[:, None], self.window, axis=1)
-
-
-def proposed(draft: Draft, state: FeatureState, head_cache: Any, cache: Any) -> Proposal:
-    """Returns a proposal of a head; rows without a last pair draft nothing."""
-    num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
-    return (
-        dataclasses.replace(draft, num_drafted_B=num_drafted_B),
-        dataclasses.replace(state, cache=head_cache),
-        cache,
-    )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, PromptChunk, Proposal
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.decoding.drafter import (
+    Drafter,
+    DrafterHooks,
+    Prefix,
+    PromptChunk,
+    Proposal,
+    Sampler,
+    Weights,
+)
+from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel, check_logits
+from specsamp.sampling.rules import take_row
 
 Array = jax.Array
 _Carry = tuple[Any, Array]  # draft cache, tokens
@@ -106,25 +112,23 @@ class ModelDrafter(DrafterHooks, Drafter):
         """
         start_B = jnp.maximum(end_B - width, 0)
         output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
-        last_B11 = (end_B - 1 - start_B)[:, None, None]
         check_logits("draft", self.model, output)
-        return jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0], output.cache
+        return take_row(output.logits_BTV, end_B - 1 - start_B), output.cache
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
         lengths_B = prefix.lengths_B
 
-        def step(
-            offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int
-        ) -> tuple[_Carry, Drawn]:
+        def step(offset: Array, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
             state, tokens_BS = carry
             end_B = lengths_B + offset
-            logits_BV, state = self.last_logits(weights, state, tokens_BS, end_B, width)
-            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            return (state, write_tokens(tokens_BS, tokens_B[:, None], end_B)), drawn
+            tokens_BS = write_tokens(tokens_BS, token_B[:, None], end_B - 1)
+            logits_BV, state = self.last_logits(weights, state, tokens_BS, end_B, self.window)
+            return logits_BV, (state, tokens_BS)
 
-        first = functools.partial(step, width=self.first_window)
-        other = functools.partial(step, width=self.window)
-        (state, tokens_BS), drawn = sample.chain(self.K, first, other, (state, prefix.tokens_BS))
-        return sample.draft(gather_tokens(tokens_BS, lengths_B, self.K), drawn), state, cache
+        logits_BV, state = self.last_logits(
+            weights, state, prefix.tokens_BS, lengths_B, self.first_window
+        )
+        draft, (state, _) = sample.chain(self.K, logits_BV, step, (state, prefix.tokens_BS))
+        return draft, state, cache

@@ -12,25 +12,29 @@ pause: its cache would have holes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import DrafterHooks, Prefix, PromptChunk, Proposal, ScoredRound
+from specsamp.decoding.drafter import (
+    DrafterHooks,
+    Prefix,
+    PromptChunk,
+    Proposal,
+    Sampler,
+    ScoredRound,
+    Weights,
+)
 from specsamp.decoding.drafters.feature import HeadDrafter
-from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.mtp import ModuleChain
+from specsamp.pytrees import pytree
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class ModuleState:
     """The state of the modules for each row, between rounds."""
 
@@ -98,11 +102,10 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
         head, D = self.head, self.modules
-        of_target = functools.partial(self.target.unembed_normed, weights.target)
         last_B = prefix.lengths_B - 2 - state.first_B  # the row of the last pair; -1: there is none
-        token_B1 = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
+        token_B1, drawn = prefix.pending_B1, sample.begin(self.K)
         embedded_BXD = jnp.pad(state.embedded_BWD, ((0, 0), (0, D), (0, 0)))
-        features_BWD, caches, drawn, tokens = state.features_BWD, state.cache, sample.begin(), []
+        features_BWD, caches = state.features_BWD, state.cache
         for k in range(D):
             if k <= self.K:
                 token_B1D, cache = self._embed(weights, token_B1, prefix.lengths_B - 1 + k, cache)
@@ -116,25 +119,18 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
             )
             if k < self.K:
                 feature_B1D = head.take(features_BWD, jnp.maximum(last_B, 0))[:, None]
-                logits_BU = head.logits(weights.draft, feature_B1D, of_target, k)[:, 0]
-                token_B, drawn = sample.draw(
-                    head.expand(weights.draft, logits_BU, self.target.kernels), k, drawn, self.K
-                )
-                token_B1 = token_B[:, None]
-                tokens.append(token_B)
-        draft = sample.draft(jnp.stack(tokens, axis=1), drawn)
-        draft = dataclasses.replace(
-            draft, num_drafted_B=jnp.where(last_B < 0, 0, draft.num_drafted_B)
-        )
+                logits_BU = self._logits(weights, feature_B1D, k)[:, 0]
+                drawn = sample.draw(self._expand(weights, logits_BU), k, drawn)
+                token_B1 = drawn.draft.tokens_BK[:, k : k + 1]
+        draft = drawn.draft.only_in(last_B >= 0)
         return draft, dataclasses.replace(state, cache=caches), cache
 
     def commit(
         self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
     ) -> tuple[Any, Any]:
         start_B = scored.prefix.lengths_B - 1
-        pending_B1 = gather_tokens(scored.prefix.tokens_BS, start_B, 1)
         tokens_BT = jnp.concatenate(
-            [pending_B1, jnp.maximum(scored.verdict.tokens_BT, 0)[:, :-1]], axis=1
+            [scored.prefix.pending_B1, jnp.maximum(scored.verdict.tokens_BT, 0)[:, :-1]], axis=1
         )
         embedded_BTD, cache = self._embed(weights, tokens_BT, start_B, cache)
         new = embedded_BTD, self.head.fuse(weights.draft, scored.output.hidden)

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, Proposal
-from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Kept, Weights
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, Proposal, Sampler, Weights
+from specsamp.decoding.state import Kept
 from specsamp.models.interface import LanguageModel
-from specsamp.sampling.rules import Draft
+from specsamp.pytrees import pytree
+from specsamp.sampling.rules import Draft, count_leading
 
 Array = jax.Array
 _Found = tuple[Array, Array]  # lengths of matches, and the K tokens after them
@@ -64,8 +64,7 @@ class Corpus:
         return cls(tokens_R, hashlib.sha256(tokens_R.tobytes()).hexdigest())
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class NgramTable:
     """Texts in a ring, and where their n-grams occurred last.
 
@@ -78,8 +77,7 @@ class NgramTable:
     slots_NH: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Logs:
     """The state of a drafter with logs.
 
@@ -161,7 +159,7 @@ class NgramDrafter(DrafterHooks, Drafter):
             slots_NH=jnp.zeros((batch, self.max_ngram, 2 * self.log), jnp.int32),
         )
         none_B = jnp.zeros((batch,), jnp.int32)
-        return Logs(seen_B=none_B, tables=Kept((table, none_B)))
+        return Logs(seen_B=none_B, tables=Kept(value=(table, none_B)))
 
     def draft_lengths(self, state: Any, prefix: Prefix) -> Array | None:
         if self.corpus is not None or self.log:
@@ -175,9 +173,7 @@ class NgramDrafter(DrafterHooks, Drafter):
         found_BS = self.lengths_of_matches(prefix)
         longest_B, slots = jnp.max(found_BS, axis=1), jnp.arange(found_BS.shape[1])
         best_B = jnp.max(jnp.where(found_BS == longest_B[:, None], slots[None], 0), axis=1)
-        period_B1 = jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
-        copied_BK = jnp.arange(self.K)[None, :] % period_B1
-        tokens_BK = jnp.take_along_axis(prefix.tokens_BS, best_B[:, None] + copied_BK, axis=1)
+        tokens_BK = copied(prefix, best_B, self.K)
         before_BN = jax.vmap(_before, (0, 0, None))(
             prefix.tokens_BS, prefix.lengths_B, self.max_ngram
         )
@@ -203,7 +199,7 @@ class NgramDrafter(DrafterHooks, Drafter):
         slots_N = table.slots_NH[lengths, _hashes(before_N, table.slots_NH.shape[1])]
         size = len(table.tokens_R)
         stored_NN = table.tokens_R[(slots_N[:, None] - 1 - lengths[None]) % size]
-        agree_N = jnp.sum(jnp.cumprod(stored_NN == before_N[None], axis=1), axis=1)
+        agree_N = count_leading(stored_NN == before_N[None])
         after_NK = table.tokens_R[(slots_N[:, None] + jnp.arange(self.K)[None]) % size]
         return _longest(agree_N, after_NK)
 
@@ -230,29 +226,34 @@ class NgramDrafter(DrafterHooks, Drafter):
         written = jax.vmap(write)(
             *state.tables.value, state.seen_B, prefix.tokens_BS, prefix.lengths_B
         )
-        return Logs(seen_B=prefix.lengths_B, tables=Kept(written))
+        return Logs(seen_B=prefix.lengths_B, tables=Kept(value=written))
 
     def lengths_of_matches(self, prefix: Prefix) -> Array:
         """Returns the length of the longest n-gram that matches before each slot, int32 ``[B, S]``;
         0 for none.
         """
-        ends = jnp.arange(prefix.tokens_BS.shape[1])[None, :]
+        tokens_BS = prefix.tokens_BS
+        ends = jnp.arange(tokens_BS.shape[1])[None, :]
         matches_BS = (ends >= 1) & (ends < prefix.lengths_B[:, None])
-        found_BS = jnp.zeros_like(prefix.tokens_BS)
+        found_BS = jnp.zeros_like(tokens_BS)
         for n in range(1, self.max_ngram + 1):
-            matches_BS = self._also(n, matches_BS, prefix, ends)
+            # N-grams match where the shorter n-grams match and one more token agrees.
+            last_B1 = jnp.take_along_axis(
+                tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1
+            )
+            before_BS = jnp.pad(tokens_BS, ((0, 0), (n, 0)))[:, : tokens_BS.shape[1]]
+            matches_BS &= (before_BS == last_B1) & (ends >= n)
             found_BS = jnp.where(matches_BS, n, found_BS)
         return found_BS
 
-    def _also(self, n: int, matches_BS: Array, prefix: Prefix, ends: Array) -> Array:
-        """Extends matches by one token: n-grams match where the shorter n-grams match and one more
-        token agrees.
-        """
-        last_B1 = jnp.take_along_axis(
-            prefix.tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1
-        )
-        before_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (n, 0)))[:, : prefix.tokens_BS.shape[1]]
-        return matches_BS & ((before_BS == last_B1) & (ends >= n))
+
+def copied(prefix: Prefix, start_B: Array, count: int) -> Array:
+    """Returns the tokens from slot ``start_B``, ``[B, count]``; at the end of the text, the copied
+    tokens again.
+    """
+    period_B1 = jnp.maximum(prefix.lengths_B - start_B, 1)[:, None]
+    at_BX = start_B[:, None] + jnp.arange(count)[None, :] % period_B1
+    return jnp.take_along_axis(prefix.tokens_BS, at_BX, axis=1)
 
 
 def _longest(lengths_X: Array, texts_XK: Array) -> _Found:

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, Proposal
+from specsamp.decoding.drafter import Prefix, Proposal, Sampler, Weights
 from specsamp.decoding.drafters.model import ModelDrafter
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel, check_logits
+from specsamp.sampling.rules import take_row
 from specsamp.sampling.warp import greedy
 
 Array = jax.Array
@@ -83,15 +82,11 @@ class ParallelDrafter(ModelDrafter):
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
 
-        def step(offset: Array | int, tokens_BK: Array, drawn: Drawn) -> tuple[Array, Drawn]:
-            logits_BV = jnp.take_along_axis(
-                output.logits_BTV, (last_B + offset)[:, None, None], axis=1
-            )[:, 0]
-            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            return jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1), drawn
+        def step(offset: Array | int, token_B: Array | None, carry: Any) -> tuple[Array, Any]:
+            return take_row(output.logits_BTV, last_B + offset), carry
 
-        tokens_BK, drawn = sample.chain(self.K, step, step, jnp.zeros((batch, self.K), jnp.int32))
-        return sample.draft(tokens_BK, drawn), output.cache, cache
+        draft, _ = sample.chain(self.K, step(0, None, ())[0], step, ())
+        return draft, output.cache, cache
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)

@@ -38,17 +38,17 @@ from specsamp.decoding.drafter import (
     Prefix,
     PromptChunk,
     Proposal,
+    Sampler,
     ScoredRound,
+    Weights,
 )
 from specsamp.decoding.drafters.model import ModelDrafter
-from specsamp.decoding.sampler import Drawn, Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import write_tokens
+from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel
+from specsamp.pytrees import pytree
 
 Array = jax.Array
-# Draft cache, draft ids, tokens, number of tokens with a distribution.
-_Carry = tuple[Any, Array, Array, Array]
+_Carry = tuple[Any, Array]  # draft cache, draft ids
 
 READ_WIDTH = 128  # most ids per call while a prompt is read; each row has as many scratch slots
 SLOTS_MULTIPLE = 128
@@ -89,20 +89,18 @@ class SharedVocabulary:
                 f"{reading_VM.shape}"
             )
         validate.integer("draft_size", self.draft_size, 1)
-        for name, ids in (
-            ("draft_ids_V", ids_V),
-            ("reading_VM", reading_VM),
-            ("begin", np.array(self.begin, int)),
-        ):
-            least = 0 if name == "begin" else -1
-            if ids.size and not (least <= ids.min() and ids.max() < self.draft_size):
+        validate.integers("begin", self.begin, 0, self.draft_size)
+        shared = ids_V[ids_V >= 0]
+        if not len(shared):
+            raise ValueError("draft_ids_V has no token: the draft has none of the target's tokens")
+        for name, ids in (("draft_ids_V", ids_V), ("reading_VM", reading_VM)):
+            if ids.min() < -1 or ids.max() >= self.draft_size:
                 raise ValueError(
                     f"{name} must hold ids below draft_size = {self.draft_size}; got {ids.min()} "
                     f"to {ids.max()}"
                 )
-        shared = ids_V[ids_V >= 0]
-        if not len(shared):
-            raise ValueError("draft_ids_V has no token: the draft has none of the target's tokens")
+            ids.setflags(write=False)
+            object.__setattr__(self, name, ids)
         if len(np.unique(shared)) < len(shared):
             twice = np.flatnonzero(np.bincount(shared) > 1)[0]
             raise ValueError(
@@ -116,9 +114,6 @@ class SharedVocabulary:
                 f"reading_VM must hold {ids_V[other[0]]} alone for the shared token {other[0]}, "
                 "its id in draft_ids_V"
             )
-        for name, value in (("draft_ids_V", ids_V), ("reading_VM", reading_VM)):
-            value.setflags(write=False)
-            object.__setattr__(self, name, value)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -154,8 +149,7 @@ class SharedVocabulary:
         return float(lengths_V[lengths_V > 0].mean())
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TranslatingWeights:
     """The weights of a draft model with the arrays of a `SharedVocabulary`."""
 
@@ -164,8 +158,7 @@ class TranslatingWeights:
     reading_VM: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TranslatingState:
     """The draft's cache and text for each row."""
 
@@ -206,6 +199,11 @@ class TranslatingDrafter(DrafterHooks, Drafter):
     @property
     def weights_key(self) -> Any:
         return self.model, self.vocabulary
+
+    @property
+    def first_window(self) -> int:
+        """Returns the number of ids that a round's first call feeds, at least M + 1."""
+        return max(self.window, self.vocabulary.reading_VM.shape[1] + 1)
 
     @property
     def _drafter(self) -> ModelDrafter:
@@ -276,10 +274,8 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         """Returns the length of the draft's text for the first ``lengths_B`` tokens of the
         target's.
         """
-        end_B = jnp.take_along_axis(
-            state.ends_BS, jnp.maximum(lengths_B - 1, 0)[:, None], axis=1, mode="clip"
-        )[:, 0]
-        return jnp.where(lengths_B > 0, end_B, len(self.vocabulary.begin))
+        end_B1 = gather_tokens(state.ends_BS, jnp.maximum(lengths_B - 1, 0), 1)
+        return jnp.where(lengths_B > 0, end_B1[:, 0], len(self.vocabulary.begin))
 
     def _append(
         self,
@@ -296,10 +292,9 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         counts_BT = jnp.arange(width)[None] < count_B[:, None]
         ids_BTM = weights.draft.reading_VM[jnp.maximum(tokens_BT, 0)]
         ids_BTM = jnp.where(counts_BT[..., None], ids_BTM, -1)
-        ends_BT = self._length(state, start_B)[:, None] + jnp.cumsum(
-            jnp.sum(ids_BTM >= 0, axis=-1), axis=1
-        )
-        begins_BT = ends_BT - jnp.sum(ids_BTM >= 0, axis=-1)
+        sizes_BT = jnp.sum(ids_BTM >= 0, axis=-1)
+        ends_BT = self._length(state, start_B)[:, None] + jnp.cumsum(sizes_BT, axis=1)
+        begins_BT = ends_BT - sizes_BT
         # Ids without a place, and places beyond the end, are dropped.
         draft_slots, slots = state.ids_BD.shape[1], state.ends_BS.shape[1]
         at_BTM = jnp.where(
@@ -327,20 +322,15 @@ class TranslatingDrafter(DrafterHooks, Drafter):
                 weights, state, tokens_BT, start_B, jnp.clip(lengths_B - start_B, 0, width)
             )
             last_B = jnp.minimum(lengths_B, start_B + width)
-        longest, step = (
-            self._longest(state),
-            min(width * self.vocabulary.reading_VM.shape[1], READ_WIDTH),
-        )
+        longest = self._longest(state)
+        step = min(width * self.vocabulary.reading_VM.shape[1], READ_WIDTH)
         begin_B = jnp.where(start_B > 0, self._length(state, start_B), 0)
-        begin_B, end_B = (
-            jnp.minimum(x_B, longest) for x_B in (begin_B, self._length(state, last_B))
-        )
+        begin_B = jnp.minimum(begin_B, longest)
+        end_B = jnp.minimum(self._length(state, last_B), longest)
 
         def feed(index: Array, draft_cache: Any) -> Any:
             at_B = jnp.minimum(begin_B + index * step, longest)
-            ids_BT = jnp.take_along_axis(
-                state.ids_BD, at_B[:, None] + jnp.arange(step)[None], axis=1
-            )
+            ids_BT = gather_tokens(state.ids_BD, at_B, step)
             return self.model(weights.draft.model, ids_BT, at_B, draft_cache).cache
 
         calls = -(-jnp.max(end_B - begin_B) // step)
@@ -351,43 +341,27 @@ class TranslatingDrafter(DrafterHooks, Drafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        whole_B = self._length(state, prefix.lengths_B)
-        longest, of_model = (
-            self._longest(state),
-            dataclasses.replace(weights, draft=weights.draft.model),
-        )
+        whole_B, longest = self._length(state, prefix.lengths_B), self._longest(state)
         length_B = jnp.clip(whole_B, 1, longest)
+        of_model = dataclasses.replace(weights, draft=weights.draft.model)
 
-        def step(
-            offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int
-        ) -> tuple[_Carry, Drawn]:
-            draft_cache, ids_BD, tokens_BK, sound_B = carry
-            end_B = length_B + offset
+        def read(offset: Array | int, width: int, carry: _Carry) -> tuple[Array, _Carry]:
+            draft_cache, ids_BD = carry
             logits_BU, draft_cache = self._drafter.last_logits(
-                of_model, draft_cache, ids_BD, end_B, width
+                of_model, draft_cache, ids_BD, length_B + offset, width
             )
-            logits_BV = restrict(logits_BU, weights.draft.draft_ids_V)
-            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            # The draft ends at a context in which no shared token has probability; its sample is
-            # not used.
-            sound_B += (sound_B == offset) & jnp.isfinite(logits_BV.max(-1))
-            ids_BD = write_tokens(
-                ids_BD, jnp.maximum(weights.draft.draft_ids_V[tokens_B], 0)[:, None], end_B
-            )
-            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-            return (draft_cache, ids_BD, tokens_BK, sound_B), drawn
+            return restrict(logits_BU, weights.draft.draft_ids_V), (draft_cache, ids_BD)
 
-        most = weights.draft.reading_VM.shape[1]
-        first = functools.partial(step, width=max(self.window, most + 1))
-        other = functools.partial(step, width=self.window)
-        tokens_BK = jnp.zeros((len(length_B), self.K), jnp.int32)
-        carry = state.cache, state.ids_BD, tokens_BK, jnp.zeros_like(length_B)
-        (draft_cache, ids_BD, tokens_BK, sound_B), drawn = sample.chain(self.K, first, other, carry)
-        draft = sample.draft(tokens_BK, drawn)
+        def step(offset: Array, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+            id_B1 = jnp.maximum(weights.draft.draft_ids_V[token_B], 0)[:, None]
+            ids_BD = write_tokens(carry[1], id_B1, length_B + offset - 1)
+            return read(offset, self.window, (carry[0], ids_BD))
+
+        logits_BV, carry = read(0, self.first_window, (state.cache, state.ids_BD))
+        draft, (draft_cache, ids_BD) = sample.chain(self.K, logits_BV, step, carry)
         is_able_B = (whole_B >= 1) & (whole_B <= longest)
-        num_drafted_B = jnp.where(is_able_B, jnp.minimum(draft.num_drafted_B, sound_B), 0)
         state = dataclasses.replace(state, cache=draft_cache, ids_BD=ids_BD)
-        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
+        return draft.only_in(is_able_B), state, cache
 
     def commit(
         self, weights: Weights, state: Any, scored: ScoredRound, cache: Any

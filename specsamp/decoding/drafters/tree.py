@@ -13,7 +13,6 @@ under greedy sampling they are the draft's most probable tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, Proposal, ScoredRound
+from specsamp.decoding.drafter import (
+    Drafter,
+    DrafterHooks,
+    Prefix,
+    Proposal,
+    Sampler,
+    ScoredRound,
+    Weights,
+)
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
-from specsamp.decoding.drafters.feature import FeatureDrafter, proposed
+from specsamp.decoding.drafters.feature import FeatureCarry, FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
-from specsamp.decoding.drafters.ngram import NgramDrafter
-from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Weights
-from specsamp.decoding.tokens import gather_tokens
+from specsamp.decoding.drafters.ngram import NgramDrafter, copied
 from specsamp.decoding.trees import (
     DraftRows,
     Growth,
@@ -40,7 +44,7 @@ from specsamp.decoding.trees import (
     pick,
     tree_draft,
 )
-from specsamp.models.interface import Block, LanguageModel
+from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import greedy
 
 Array = jax.Array
@@ -66,11 +70,11 @@ class TreeDrafter(DrafterHooks):
     def depth(self) -> int:
         return self.tree.depth
 
-    def of_length(self, K: int) -> TreeDrafter | None:
-        is_fixed = isinstance(self.tree, TreeShape)
-        return (
-            dataclasses.replace(self, tree=self.tree.first(K)) if is_fixed else super().of_length(K)
-        )
+    def of_length(self, K: int) -> TreeDrafter:
+        """Returns the drafter of the first K nodes; raises ValueError for a growing tree."""
+        if isinstance(self.tree, Growth):
+            raise ValueError("a growing tree has one number of nodes")
+        return dataclasses.replace(self, tree=TreeShape(self.tree.parents[:K]))
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
@@ -104,11 +108,6 @@ def sized(
     )
 
 
-def pending_of(prefix: Prefix) -> Array:
-    """Returns the pending tokens, ``[B, 1]``."""
-    return gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelTree(TreeDrafter, ModelDrafter):
     """Drafts a tree with ``model``.
@@ -125,7 +124,7 @@ class ModelTree(TreeDrafter, ModelDrafter):
         logits_BV, state = self.last_logits(
             weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window
         )
-        draft, read_BT, state = grow(self.tree, sample, pending_of(prefix), logits_BV, step, state)
+        draft, read_BT, state = grow(self.tree, sample, prefix.pending_B1, logits_BV, step, state)
         return draft, (state, read_BT), cache
 
     def commit(
@@ -151,7 +150,7 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), pending_of(prefix)
+        step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), prefix.pending_B1
         first = self.exit_model(
             weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache
         )
@@ -180,15 +179,11 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
         start_B, head = prefix.lengths_B - 1, self.head
-        of_target = functools.partial(self.target.unembed_normed, weights.target)
 
         def score(features_BTD: Array, offset: int) -> Array:
-            logits_BTU = head.logits(weights.draft, features_BTD, of_target, offset)
-            return head.expand(weights.draft, logits_BTU, self.target.kernels)
+            return self._expand(weights, self._logits(weights, features_BTD, offset))
 
-        def step(
-            rows: DraftRows, carry: tuple[Any, Any, Array]
-        ) -> tuple[Array, tuple[Any, Any, Array]]:
+        def step(rows: DraftRows, carry: FeatureCarry) -> tuple[Array, FeatureCarry]:
             head_cache, cache, features_BRD = carry
             if not head.config.has_layer:
                 return score(features_BRD, rows.depths[-1]), carry
@@ -198,8 +193,14 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
                 weights, rows.tokens_BR[:, -count:], at_B, cache, block
             )
             of_parents_BTD = pick(features_BRD, rows.parents_BR[:, -count:])
+            # The pair that a node completes is one slot before the node.
+            pairs = dataclasses.replace(
+                block,
+                positions_BT=block.positions_BT - 1,
+                visible_BTR=block.visible_BTR[:, :, 1:],
+            )
             returned_BTD, head_cache = head(
-                weights.draft, embedded_BTD, of_parents_BTD, at_B - 1, head_cache, pairs_of(block)
+                weights.draft, embedded_BTD, of_parents_BTD, at_B - 1, head_cache, pairs
             )
             new_BWD = returned_BTD[:, -rows.newest :]
             features_BRD = jnp.concatenate([features_BRD, new_BWD], axis=1)
@@ -209,9 +210,10 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
         carry = state.cache, cache, feature_B1D
         logits_BV = score(feature_B1D, 0)[:, 0]
         draft, _, (head_cache, cache, _) = grow(
-            self.tree, sample, pending_of(prefix), logits_BV, step, carry
+            self.tree, sample, prefix.pending_B1, logits_BV, step, carry
         )
-        return proposed(draft, state, head_cache, cache)
+        state = dataclasses.replace(state, cache=head_cache)
+        return draft.only_in(state.ready_B), state, cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,16 +238,13 @@ class BlockTree(TreeDrafter, BlockDrafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> Proposal:
-        pending_B1, head = pending_of(prefix), self.head
-        expand = functools.partial(head.expand, weights.draft, kernels=self.target.kernels)
-        rows_BKD, logits_BKU, state = self._run_block(
-            weights, state, pending_B1[:, 0], prefix.lengths_B - 1
-        )
+        pending_B1, head = prefix.pending_B1, self.head
+        rows_BKD, logits_BKU, state = self._run_block(weights, state, prefix)
 
         def score(rows: DraftRows, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
             logits_BU, x_BD = logits_BKU[:, rows.depths[-1]], rows_BKD[:, rows.depths[-1]]
             if self.law == "marginals":
-                return expand(logits_BU)[:, None], corrections
+                return self._expand(weights, logits_BU)[:, None], corrections
             # The states of the rows, before their children are drawn.
             scored, corrections = [], dict(corrections)
             for row in range(rows.count - rows.newest, rows.count):
@@ -254,7 +253,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
                 corrected_BU, corrections[row] = head.correct(
                     weights.draft, logits_BU, x_BD, token_B, above
                 )
-                scored.append(expand(corrected_BU))
+                scored.append(self._expand(weights, corrected_BU))
             return jnp.stack(scored, axis=1), corrections
 
         if self.law == "argmax":
@@ -262,18 +261,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         begun = {None: head.begin(weights.draft, len(pending_B1))}
         logits_B1V, corrections = score(DraftRows.first(pending_B1), begun)
         draft, _, _ = grow(self.tree, sample, pending_B1, logits_B1V[:, 0], score, corrections)
-        num_drafted_B = jnp.where(prefix.lengths_B >= 2, draft.num_drafted_B, 0)
-        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
-
-
-def pairs_of(block: Block) -> Block:
-    """Returns positions and visibility of the pairs that nodes complete, each one slot before its
-    node.
-    """
-    visible_BTR = block.visible_BTR[:, :, 1:]
-    return Block(
-        start_B=block.start_B, positions_BT=block.positions_BT - 1, visible_BTR=visible_BTR
-    )
+        return draft.only_in(prefix.lengths_B >= 2), state, cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,14 +299,10 @@ class NgramTree(TreeDrafter, NgramDrafter):
         for row in self.tree.level(1):
             best_B = jnp.argmax(found_BS * slots + jnp.arange(slots)[None], axis=1)
             is_found.append(jnp.max(found_BS, axis=1) > 0)
-            copied_BD = (
-                jnp.arange(self.depth)[None, :] % jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
-            )
-            chains[row] = jnp.take_along_axis(prefix.tokens_BS, best_B[:, None] + copied_BD, axis=1)
+            chains[row] = copied(prefix, best_B, self.depth)
             found_BS = jnp.where(prefix.tokens_BS == chains[row][:, :1], 0, found_BS)
         for row in range(self.tree.level(1).stop, self.K + 1):
             chains[row] = chains[self.tree.parents[row - 1]]
         tokens = [chains[row][:, self.tree.depths[row] - 1] for row in range(1, self.K + 1)]
         draft = tree_draft(self.tree, jnp.stack(tokens, axis=1), np.array([self.tree.parents]))
-        num_drafted_B = jnp.where(is_found[0], self.K, 0).astype(jnp.int32)
-        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
+        return draft.only_in(is_found[0]), state, cache

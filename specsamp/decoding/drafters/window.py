@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, Proposal, check_is_target
+from specsamp.decoding.drafter import Drafter, Prefix, Proposal, Sampler, Weights, check_is_target
 from specsamp.decoding.drafters.early_exit import self_draft
-from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Weights
 from specsamp.models.interface import Block, LanguageModel, Output
 
 Array = jax.Array
