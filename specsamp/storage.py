@@ -30,11 +30,11 @@ def place(path: str | os.PathLike) -> epath.Path:
       ValueError: the scheme is unknown, or its library is not installed.
     """
     text = validate.path("a file", path)
-    if "://" in text and not text.startswith(BUCKETS):
+    if "://" in text and not in_bucket(text):
         raise ValueError(
             f"no storage of this kind: {text!r}; use a local path or one of {', '.join(BUCKETS)}"
         )
-    if not text.startswith(BUCKETS):
+    if not in_bucket(text):
         return epath.Path(text).expanduser()
     scheme = text[: text.index("/") + 2]
     try:
@@ -47,15 +47,19 @@ def place(path: str | os.PathLike) -> epath.Path:
     return epath.Path(text)
 
 
+def in_bucket(path: str | os.PathLike) -> bool:
+    """Returns whether ``path`` is in a bucket, not on a disk."""
+    return os.fspath(path).startswith(BUCKETS)
+
+
 def is_stream(path: str | os.PathLike) -> bool:
     """Returns whether ``path`` is a device (/dev/null) or an open stream (/dev/stdout).
 
     Such a path is written to directly, and nothing is ever read from it.
     """
-    text = os.fspath(path)
-    if text.startswith(BUCKETS):
+    if in_bucket(path):
         return False
-    text = os.path.abspath(os.path.expanduser(text))
+    text = os.path.abspath(os.path.expanduser(path))
     if text in ("/dev/stdout", "/dev/stderr") or text.startswith(("/dev/fd/", "/proc/self/fd/")):
         return True
     try:
@@ -72,7 +76,7 @@ def check_regular(path: str | os.PathLike) -> None:
       IsADirectoryError, OSError: with the path and its kind.
     """
     path = place(path)
-    if os.fspath(path).startswith(BUCKETS) or not os.path.exists(path):
+    if in_bucket(path) or not os.path.exists(path):
         return
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
@@ -104,7 +108,7 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         return
     path = place(path)
-    if os.fspath(path).startswith(BUCKETS):
+    if in_bucket(path):
         path.write_bytes(content)  # an object appears when it is complete
         return
     check_regular(path)
@@ -138,7 +142,7 @@ def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
     Raises:
       ValueError: another process holds it, and ``wait`` is false.
     """
-    if is_stream(path) or os.fspath(place(path)).startswith(BUCKETS):
+    if is_stream(path) or in_bucket(place(path)):
         yield
         return
     folder, name = os.path.split(os.path.realpath(place(path)))
@@ -181,7 +185,7 @@ def write_json(path: str | os.PathLike, content: Any) -> None:
 def is_regular_file(path: str | os.PathLike) -> bool:
     """Returns whether there is a file that can be read to its end: no folder, pipe or device."""
     path = place(path)
-    return path.is_file() if os.fspath(path).startswith(BUCKETS) else os.path.isfile(path)
+    return path.is_file() if in_bucket(path) else os.path.isfile(path)
 
 
 def read_text(path: str | os.PathLike) -> str:
@@ -264,7 +268,7 @@ class Lines:
           bucket_seconds: a bucket gets new lines at most so often; `flush` gives it the last ones.
         """
         self._path, self._lines, self._bucket_seconds = place(path), list(lines), bucket_seconds
-        self._in_bucket = os.fspath(self._path).startswith(BUCKETS)
+        self._in_bucket = in_bucket(self._path)
         self._write_all()
 
     def add(self, line: str) -> None:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save
@@ -18,7 +17,7 @@ from safetensors.numpy import save
 from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES, parse_config, written_keys
 from specsamp.checkpoints.fields import ACTIVATIONS, differing_fields
-from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.params import check_shapes, init_shapes
 from specsamp.checkpoints.rope import describe_rotary
 from specsamp.checkpoints.safetensors_io import INDEX, MEDUSA_PICKLE, MEDUSA_SINGLE, PICKLE, SINGLE
 from specsamp.checkpoints.tensor_names import find_source, sizes
@@ -46,11 +45,7 @@ def export(
         of another model.
     """
     content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
-    check_shapes(
-        "what is to be exported",
-        params,
-        jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
-    )
+    check_shapes("what is to be exported", params, init_shapes(TransformerLM(config)))
     leaves = flatten_dict(params, sep="/")
     content["torch_dtype"] = str(leaves["final_norm/scale"].dtype)
     names = FAMILIES[content["architectures"][0]].names

@@ -11,7 +11,6 @@ import dataclasses
 import os
 from typing import Any
 
-import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
@@ -30,7 +29,7 @@ from specsamp.checkpoints.head_config import (
     block_layout,
     parse_head,
 )
-from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.params import check_shapes, init_shapes
 from specsamp.checkpoints.public_heads import KEPT, OFFSETS, head_sources
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.dflash import BlockConfig
@@ -54,9 +53,7 @@ def write_head(
     """
     config = head.config
     layout, content = describe_head(config, target_name, K)
-    check_shapes(
-        "what is to be written", params, jax.eval_shape(config.head().init, jax.random.key(0))
-    )
+    check_shapes("what is to be written", params, init_shapes(config.head()))
     leaves = flatten_dict(params, sep="/")
     tensors = {
         source.tensor: source.write(np.asarray(leaves[name]))

@@ -39,7 +39,7 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     folder = storage.place(name)
     if (folder / "config.json").exists():
         return folder, False
-    if folder.exists() or name.startswith(storage.BUCKETS):
+    if folder.exists() or storage.in_bucket(name):
         raise FileNotFoundError(
             f"{folder} has no config.json: it is not a checkpoint in the format of Hugging Face"
         )

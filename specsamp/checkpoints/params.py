@@ -46,6 +46,11 @@ def check_shapes(what: str, have: Any, want: Any, *, padded: bool = False) -> No
         raise WrongShapes(f"{what} is of another model: {'; '.join(different[:MOST_SHOWN])}{more}")
 
 
+def init_shapes(model: Any) -> Any:
+    """Returns the shapes of the parameters of a model, a head or a training task."""
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
 def check_finite(what: str, leaf: Any) -> None:
     """Raises ValueError, with ``what`` it is, if a parameter on devices holds NaN or infinite
     numbers.

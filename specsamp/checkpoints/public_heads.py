@@ -27,6 +27,7 @@ from specsamp import storage
 from specsamp.checkpoints.head_config import HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_weights, find_folder, read_headers
 from specsamp.checkpoints.hugging_face import OnProgress, placed, read_leaves
+from specsamp.checkpoints.params import init_shapes
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
     INDEX,
@@ -63,7 +64,7 @@ class HeadCheckpoint:
     trained_for: str | None  # the name of the target in its files
 
     def notes(self, target_name: str) -> list[str]:
-        """Returns a warning if the files name another target with the same shapes; else None."""
+        """Returns a warning if the files name another target with the same shapes; else []."""
         theirs, ours = (
             os.path.basename((name or target_name).rstrip("/"))
             for name in (self.trained_for, target_name)
@@ -174,9 +175,9 @@ def read_head(
         head.config.layer.compute_dtype,
         head_sources(checkpoint.config, checkpoint.layout),
     )
-    shapes = jax.eval_shape(head.config.head().init, jax.random.key(0))
     in_dtype = jax.tree.map(
-        lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype), shapes
+        lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype),
+        init_shapes(head.config.head()),
     )
     places = flatten_dict(placed(in_dtype, head), sep="/")
     of_ids = {name: places.pop(name) for name in (DRAFT_IDS, CLUSTERS) if name in places}
@@ -192,17 +193,13 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
     """Returns the source of each parameter; raises KeyError for a parameter that the layout does
     not have.
     """
-    shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
+    shapes = flatten_dict(init_shapes(config.head()), sep="/")
     read = {
         "X": ("attention/query", 1),
         "Y": ("module_0/fc" if "module_0/fc" in shapes else "fc", 0),
-    }
-    read |= {
         "R": ("correction/embedding", 1),
         "G": ("correction/gate", 0),
         "J": ("correction/gate", 1),
-    }
-    read |= {
         "B": ("correction/trust", 0),
         "T": (f"{AROUND}/base", 1),
         "A": (f"{AROUND}/coefficients", 1),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +67,7 @@ class Tensor:
         whole rows are read.
         """
         index = tuple(index)
-        if not os.fspath(self.file).startswith(storage.BUCKETS):
+        if not storage.in_bucket(self.file):
             if 0 in self.shape:
                 return np.empty(self.shape, self.dtype)[index]
             return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)[index]

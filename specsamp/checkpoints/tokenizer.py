@@ -96,7 +96,7 @@ class JsonTokenizer:
         self._special = {index for index, token in added.items() if token.special}
         decoder = tokenizer.decoder
         shown = "" if decoder is None else decoder.decode(["ĠĠÃ©"])
-        self._is_byte_level = shown.endswith("é")
+        self.is_byte_level = shown.endswith("é")
         # Spaces that a decoder takes from the beginning of a text.
         self._stripped = len("  é") - len(shown)
         self._byte_of: dict[int | None, int] = {}  # tokens of single bytes: <0x0A>
@@ -166,7 +166,7 @@ class JsonTokenizer:
         piece = self._tokenizer.id_to_token(token)
         if piece is None or token in self._special:
             return None
-        if self._is_byte_level:
+        if self.is_byte_level:
             if not BYTE_OF_LETTER.keys() >= set(piece):  # an added token, which is its own text
                 return piece.encode()
             content = bytes(BYTE_OF_LETTER[letter] for letter in piece)

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save
 from specsamp import machine, storage, validate
 from specsamp.checkpoints.hub import ASSETS
 from specsamp.checkpoints.int8_tensors import read_pair_tensors, write_pair_tensors
-from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.params import check_shapes, init_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import DECODING, TransformerConfig
@@ -183,5 +183,5 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
             raise ValueError(
                 f"{path}: {name} holds numbers that are infinite or NaN: export the pair again"
             )
-    check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))
+    check_shapes(str(path), tensors, init_shapes(model))
     return jax.tree.map(jax.numpy.asarray, unflatten_dict(tensors, sep="/"))

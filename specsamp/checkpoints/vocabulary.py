@@ -9,7 +9,6 @@ the two end-of-text tokens are matched.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 import jax
@@ -31,8 +30,7 @@ class TokenBytes:
     def __init__(self, tokenizer: JsonTokenizer, name: str):
         content = json.loads(tokenizer.to_json())
         kind = content["model"].get("type", "BPE")
-        parts = json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
-        self.is_byte_level = '"ByteLevel"' in parts
+        self.is_byte_level = tokenizer.is_byte_level
         if kind not in ("BPE", "Unigram") or not (
             self.is_byte_level or SPACE in json.dumps(content, ensure_ascii=False)
         ):
@@ -41,38 +39,21 @@ class TokenBytes:
                 "are matched"
             )
         self.name, self._model = name, tokenizer.model
-        # The bytes of pieces such as "<0x0A>", of SentencePiece.
-        of_bytes = {
-            piece: re.fullmatch(r"<0x([0-9A-F]{2})>", piece) for piece in tokenizer.pieces.values()
-        }
-        self._bytes = {piece: int(match[1], 16) for piece, match in of_bytes.items() if match}
-        added = {token["id"]: token for token in content.get("added_tokens", ())}
-        self.of_id: dict[int, bytes] = {}
-        for index, piece in tokenizer.pieces.items():
-            written = self._bytes_of(piece)
-            if index in added:  # a byte-level decoder writes letters without a byte as they are
-                written = None if added[index]["special"] else written or piece.encode()
-            if written:
-                self.of_id[index] = written
+        indices = sorted(tokenizer.pieces)
+        before = next((index for index in indices if tokenizer.token_bytes(index)), None)
+        each = {index: tokenizer.token_bytes(index, before) for index in indices}
+        self.of_id = {index: written for index, written in each.items() if written}
         # Of several tokens with equal bytes, the token that the tokenizer itself uses; else the
         # first.
         self.ids: dict[bytes, int] = {}
         twice = set()
-        for index, written in sorted(self.of_id.items()):
+        for index, written in self.of_id.items():
             if self.ids.setdefault(written, index) != index:
                 twice.add(written)
         for written in twice:
             own = self._split(written)
             if len(own) == 1:
                 self.ids[written] = own[0]
-
-    def _bytes_of(self, piece: str) -> bytes | None:
-        if self.is_byte_level:
-            is_known = all(c in BYTE_OF_LETTER for c in piece)
-            return bytes(BYTE_OF_LETTER[c] for c in piece) if is_known else None
-        if piece in self._bytes:
-            return bytes([self._bytes[piece]])
-        return piece.replace(SPACE, " ").encode()
 
     def _split(self, written: bytes) -> list[int]:
         """Returns the ids of the tokenizer's model for some bytes; [] if it has none."""
