@@ -165,14 +165,16 @@ def _acceptance_table(counts: RowStats) -> Table:
     )
 
 
-def interval(value: Interval) -> str:
+def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
     """Formats the value, and its interval in brackets unless the value is exact."""
-    number, lower, upper = (
-        f"{float(f'{x:.3g}'):g}" for x in (value.value, value.lower, value.upper)
-    )
-    if value.lower == value.upper:
-        return number
-    return f"{number} ({lower})" if lower == upper else f"{number} ({lower} to {upper})"
+    number = f"{float(f'{value.value:.{digits}g}'):g}{unit}"
+    return number if value.lower == value.upper else f"{number} ({span(value, '', digits)})"
+
+
+def span(value: Interval, unit: str = "", digits: int = 2) -> str:
+    """Formats the interval alone, for a range in which no value is likelier than another."""
+    lower, upper = (f"{float(f'{edge:.{digits}g}'):g}{unit}" for edge in (value.lower, value.upper))
+    return lower if lower == upper else f"{lower} to {upper}"
 
 
 def band(likely: float, edges: Sequence[float], digits: int) -> str:
