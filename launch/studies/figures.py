@@ -36,6 +36,7 @@ COMPILED = (
     "llama_8b_eagle3_v5e",
     "qwen3_5_9b_v5e",
     "gpt_oss_20b_v5e",
+    "gemma_27b_v5e",
     "llama_70b_v5e",
     "llama_70b_v5e_batch_8",
     "llama_70b_int8_v5e",
