@@ -135,6 +135,14 @@ HEADS = {
         draft="Qwen/Qwen3.5-9B",
         model_parallelism=4,
     ),
+    # 2 kv heads; 512 experts of a layer, of which a token reads 10.
+    "qwen3-next-mtp": tuned_with_head(
+        target="Qwen/Qwen3-Next-80B-A3B-Instruct",
+        draft="Qwen/Qwen3-Next-80B-A3B-Instruct",
+        model_parallelism=16,
+        num_kv_heads=2,
+        draft_length=2,  # longer ones read more experts
+    ),
     "mimo-7b-mtp": tuned_with_head(
         target="XiaomiMiMo/MiMo-7B-RL",
         draft="XiaomiMiMo/MiMo-7B-RL",
