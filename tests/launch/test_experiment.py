@@ -190,7 +190,7 @@ def test_two_names_become_an_experiment(folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     "drafter, flags",
     [
-        ("ngram", ("--config.mesh.model=2",)),
+        ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
         ("choosing:ngram:window", ("--config.window=4",)),
     ],
 )
