@@ -63,9 +63,9 @@ class CollectiveState:
     parts: tuple[Any, ...]  # the state of each drafter
     seen_BP: Array  # int32, the tokens that it covers
     expected_BP: Array  # float32, the emitted tokens of its next draft
-    # The proposals, from `propose` to `commit`; else None.
-    tokens_BPK: Array | None = None  # int32
-    num_BP: Array | None = None  # int32 in [0, K]; 0 for parts that did not draft
+    # The proposals, from `propose` to `commit`.
+    tokens_BPK: Array  # int32
+    num_BP: Array  # int32 in [0, K]; 0 for parts that did not draft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,8 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             parts=tuple(part.init(batch, slots) for part in self.parts),
             seen_BP=jnp.zeros(shape, jnp.int32),
             expected_BP=jnp.full(shape, self.K, jnp.float32),
+            tokens_BPK=jnp.zeros((*shape, self.K), jnp.int32),
+            num_BP=jnp.zeros(shape, jnp.int32),
         )
 
     def read(
@@ -191,7 +193,9 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         seen_BP = jnp.where(is_behind_BP, state.seen_BP, end_B[:, None])
         # The moving averages belong to the former text of a copied row.
         expected_BP = jnp.full_like(state.expected_BP, self.K)
-        return CollectiveState(parts=tuple(parts), seen_BP=seen_BP, expected_BP=expected_BP), cache
+        return dataclasses.replace(
+            state, parts=tuple(parts), seen_BP=seen_BP, expected_BP=expected_BP
+        ), cache
 
     def commit(
         self, weights: Weights, state: CollectiveState, scored: ScoredRound, cache: Any
@@ -200,16 +204,15 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         for i, part in enumerate(self.parts):
             own = dataclasses.replace(scored, output=self._output_of(i, scored.output))
             parts[i], cache = part.commit(_weights_of(weights, i), parts[i], own, cache)
-        after = dataclasses.replace(state, parts=tuple(parts), tokens_BPK=None, num_BP=None)
-        if state.num_BP is None:  # a pause
-            return after, cache
         is_emitted_BPK = state.tokens_BPK == scored.verdict.tokens_BT[:, None, : self.K]
         is_emitted_BPK &= jnp.arange(self.K)[None, None] < state.num_BP[..., None]
         emitted_BP, has_drafted_BP = count_leading(is_emitted_BPK), state.num_BP > 0
         surprise_BP = jnp.where(has_drafted_BP, emitted_BP, self.K) - state.expected_BP
         weight_BP = jnp.where(has_drafted_BP, self.update_weight, self.recovery_weight)
         return dataclasses.replace(
-            after,
+            state,
+            parts=tuple(parts),
+            num_BP=jnp.zeros_like(state.num_BP),  # a pause proposes nothing
             seen_BP=state.seen_BP + emitted_BP,
             expected_BP=state.expected_BP + (weight_BP * surprise_BP).astype(jnp.float32),
         ), cache
