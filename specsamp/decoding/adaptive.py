@@ -248,9 +248,10 @@ class Adaptive:
         decoded together.
 
         Args:
-          depths: the depth of a draft of each length; None: the lengths.
+          depths: the depth of a draft of each length, if these numbers have none; None: the
+            lengths.
         """
-        depths = None if depths == self.lengths else depths
+        depths = self.depths or (None if depths == self.lengths else depths)
         whole = dataclasses.replace(self, depths=depths)
         usual = whole._best_of(self.lengths) if self.usual is None else self.usual
         defaults = dict(

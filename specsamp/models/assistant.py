@@ -12,6 +12,7 @@ all others are -inf, so tokens are drawn from exactly this distribution.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -54,7 +55,8 @@ class SharedAttention(Attention):
         # As in transformers, the window is counted from the last token with keys, inclusive.
         window = self.window and self.window + 1
         visible = Visibility(start_B=start_B, num_queries=1, window=window)
-        mixed_BNTH = cache.attend(q_BNTH, visible, scale=config.attention_scale)
+        scale = config.attention_scale or 1 / math.sqrt(size)
+        mixed_BNTH = cache.attend(q_BNTH, visible, scale=scale)
         axes = ("heads", "head", "embed")
         output_NHD = weight(self, "output", (heads, size, width), axes, fan_in=heads * size)
         return join_heads(mixed_BNTH, output_NHD), cache

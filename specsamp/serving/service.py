@@ -120,7 +120,7 @@ class Service:
             pair, self.method, context=self.context, has_grammars=has_grammars, learns=learns
         )
         # On a mesh, programs of two threads could run in another order on each device.
-        in_background = in_background and pair.shards.mesh is None
+        in_background = in_background and pair.shards.mesh is None and not self._is_shared
         engine = self._intake.engine(rows)
         self.batch = Batch(
             engine, rows=rows, rounds=rounds, in_background=in_background, order=order
@@ -139,11 +139,14 @@ class Service:
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
     def compile(self) -> None:
-        """Compiles the smallest size; larger sizes are compiled while requests are served."""
+        """Compiles the smallest size; larger ones are compiled after `start`, and on a mesh when
+        they are first needed.
+        """
         self.batch.compile()
 
     def start(self) -> None:
-        """Begins to take requests."""
+        """Begins to take requests, and to compile the sizes that are likely to follow."""
+        self.batch.sizes.compile_ahead()
         self._thread.start()
 
     def close(self, reason: str = "the service was closed") -> int:

@@ -8,8 +8,10 @@ size while another one is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -54,11 +56,13 @@ class ScoreChunks:
 
 
 class Background:
-    """Prepares programs one after another, each once, and the last demanded first.
+    """Prepares programs one after another, each once: first the last one that was needed, then the
+    others in their order.
 
     Attributes:
       notify: is called after each program that the thread has prepared.
-      ready: the programs that were prepared.
+      ready: the programs that were prepared, or could not be.
+      failed: the programs that could not be prepared; their use raises the error again.
     """
 
     def __init__(self, prepare: Callable[[Hashable], None], *, in_thread: bool):
@@ -67,27 +71,38 @@ class Background:
         Without ``in_thread``, `is_ready` calls it.
         """
         self.notify: Callable[[], None] = lambda: None
+        self.ready: set[Hashable] = set()
+        self.failed: set[Hashable] = set()
         self._prepare = prepare
         self._thread = None
         if in_thread:
             self._thread = ThreadPoolExecutor(1, "specsamp compiler", _leave_a_core)
+        self._lock = threading.Lock()  # guards the next two
         self._begun: set[Hashable] = set()
-        self._demanded: list[Hashable] = []
-        self.ready: set[Hashable] = set()
+        self._queue: list[Hashable] = []  # the next one last
 
     def is_ready(self, program: Hashable) -> bool:
-        """Returns whether a program is ready; the first call begins to prepare it."""
+        """Returns whether a needed program is ready; it is prepared before all others that wait."""
         if self._thread is None:
             self.make(program)
-        self.begin(program)
+        elif program not in self.ready:
+            self._demand(program, is_needed=True)
         return program in self.ready
 
     def begin(self, program: Hashable) -> None:
-        """Begins to prepare a program in the thread, if there is one."""
-        if self._thread is not None and program not in self._begun:
-            self._begun.add(program)
-            self._demanded.append(program)
-            self._thread.submit(self._make_last)
+        """Prepares a program in the thread, if there is one, when no other is needed."""
+        if self._thread is not None:
+            self._demand(program, is_needed=False)
+
+    def _demand(self, program: Hashable, *, is_needed: bool) -> None:
+        with self._lock:
+            if program not in self._begun:
+                self._begun.add(program)
+                self._queue.insert(len(self._queue) if is_needed else 0, program)
+                self._thread.submit(self._make_next)
+            elif is_needed and program in self._queue:
+                self._queue.remove(program)
+                self._queue.append(program)
 
     def make(self, program: Hashable) -> None:
         """Prepares a program now, unless it is ready."""
@@ -101,12 +116,14 @@ class Background:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _make_last(self) -> None:
-        program = self._demanded.pop()
+    def _make_next(self) -> None:
+        with self._lock:
+            program = self._queue.pop()
         try:
             self._prepare(program)
-        except Exception:  # its use raises the error again
+        except Exception:
             logging.exception("%s was not compiled", program)
+            self.failed.add(program)
         self.ready.add(program)
         self.notify()
 
@@ -144,15 +161,17 @@ class Sizes:
             list(pool.map(self.programs.make, (smallest, Chunks(smallest.slots))))
 
     def compile_ahead(self) -> None:
-        """Begins to compile the sizes that the first requests are likely to need: all rows for many
-        of them, and then twice the slots for a long one.
+        """Begins to compile the sizes that the first requests are likely to need, and the way back:
+        all rows for many of them, and then twice the slots for a long one.
         """
         first = self.all[0]
-        longer = Size(first.rows, self.slots[:2][-1])
-        for size in (longer, Size(self.rows[-1], first.slots)):
+        likely = Size(self.rows[-1], first.slots), Size(first.rows, self.slots[:2][-1])
+        for size in likely:
+            if size != first:
+                self._begin(first, size)
+        for size in likely:
             if size != first:
                 self.programs.begin(Resize(size, first))
-                self._begin(first, size)
 
     def slots_for(self, entry: Entry) -> int:
         """Returns the fewest slots in which a request can be decoded for another step."""
@@ -199,6 +218,7 @@ class Sizes:
             if _holds(other, least) and _holds(most, other) and other != size
             if {other, Chunks(other.slots)} <= self.programs.ready
             if self._is_ready(size, other)
+            if self.programs.failed.isdisjoint(_programs(size, other))
         ]
 
     def _size_for(self, entries: Sequence[Entry]) -> Size:
@@ -211,7 +231,7 @@ class Sizes:
         return _at_least(self.slots, tokens + self.spare)
 
     def _begin(self, old: Size, new: Size) -> None:
-        """Begins to compile what a change of size takes, the change itself last."""
+        """Begins to compile what a change of size takes."""
         for program in _programs(old, new):
             self.programs.begin(program)
 
@@ -219,8 +239,8 @@ class Sizes:
         return all([self.programs.is_ready(program) for program in _programs(old, new)])
 
 
-def _programs(old: Size, new: Size) -> tuple[Resize, Chunks, Size]:
-    return Resize(old, new), Chunks(new.slots), new
+def _programs(old: Size, new: Size) -> tuple[Size, Chunks, Resize]:
+    return new, Chunks(new.slots), Resize(old, new)
 
 
 def _holds(size: Size, other: Size) -> bool:
@@ -231,7 +251,8 @@ def _leave_a_core() -> None:
     """Keeps this thread, and the compiler's threads that it starts, from one of several cores."""
     if hasattr(os, "sched_setaffinity"):  # Linux
         first, *others = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, others or [first])
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, others or [first])
 
 
 def powers(least: int, most: int) -> tuple[int, ...]:

@@ -81,9 +81,7 @@ def complete(text, tokens):
 def byte_token(text, value):
     """Returns the token of a byte; None for a tokenizer without bytes."""
     letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
-    return text._tokenizer.token_to_id(
-        letters[value] if text._is_byte_level else f"<0x{value:02X}>"
-    )
+    return text._tokenizer.token_to_id(letters[value] if text.is_byte_level else f"<0x{value:02X}>")
 
 
 @st.composite

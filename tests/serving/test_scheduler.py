@@ -176,16 +176,27 @@ def test_larger_compiled_size_serves_while_its_own_is_compiled():
     assert sizes.choose(now, [entry()], [entry(length=60)]) == now, "no compiled size has 256 slots"
 
 
-def test_whole_text_and_first_load_are_compiled_ahead():
-    begun, is_open = [], threading.Event()
-    programs = Background(lambda one: (is_open.wait(60), begun.append(one)), in_thread=True)
+def test_needed_programs_are_compiled_before_likely_ones():
+    made, is_open = [], threading.Event()
+    programs = Background(lambda one: (is_open.wait(60), made.append(one)), in_thread=True)
     sizes, first = sizes_of(programs), Size(1, 32)
     sizes.compile_ahead()
     assert sizes.choose(first, [entry(budget=200)], []) == first
+    needed = Size(4, 32)
+    assert sizes.choose(first, [entry(budget=200)], [entry() for _ in range(3)]) == first
     is_open.set()
-    programs.is_ready(longest := Size(1, 256))
-    while longest not in programs.ready:
+    while not programs.ready >= {needed, Size(1, 64), Size(1, 256), Resize(needed, first)}:
         time.sleep(0.01)
     programs.close()
-    assert longest in begun[:2], "only a program that had begun ends before the last demanded"
-    assert {Size(4, 32), Resize(Size(4, 32), first)} <= programs._begun
+    assert needed in made[:4], "before the size for the whole text, which was begun first"
+
+
+def test_size_that_failed_to_compile_serves_nothing_else():
+    programs = Background(lambda one: 1 / (one != Size(4, 32)), in_thread=True)
+    sizes, first = sizes_of(programs), Size(1, 32)
+    for program in (Size(4, 32), Chunks(32), Resize(first, Size(4, 32))):
+        while not programs.is_ready(program):
+            time.sleep(0.01)
+    assert programs.failed == {Size(4, 32)}
+    assert sizes.choose(first, [entry()], [entry()]) in (first, Size(2, 32))
+    programs.close()

@@ -64,7 +64,7 @@ class CollectiveState:
     seen_BP: Array  # int32, the tokens that it covers
     expected_BP: Array  # float32, the emitted tokens of its next draft
     # The proposals, from `propose` to `commit`.
-    tokens_BPK: Array  # int32
+    tokens_BPK: Array  # int32, of the largest K
     num_BP: Array  # int32 in [0, K]; 0 for parts that did not draft
 
 
@@ -103,6 +103,11 @@ class CollectiveDrafter(DrafterHooks, Drafter):
                 f"4)); got {str(self.parts):.100}"
             )
         object.__setattr__(self, "parts", parts)
+        if any(isinstance(part, CollectiveDrafter) for part in parts):
+            raise ValueError(
+                f"a part of this {type(self).__name__} has parts itself: make all drafters parts "
+                "of one"
+            )
         lengths = [part.K for part in parts]
         if len(set(lengths)) > 1 or lengths[0] < 1:
             raise ValueError(
@@ -204,7 +209,8 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         for i, part in enumerate(self.parts):
             own = dataclasses.replace(scored, output=self._output_of(i, scored.output))
             parts[i], cache = part.commit(_weights_of(weights, i), parts[i], own, cache)
-        is_emitted_BPK = state.tokens_BPK == scored.verdict.tokens_BT[:, None, : self.K]
+        proposed_BPK = state.tokens_BPK[..., : self.K]
+        is_emitted_BPK = proposed_BPK == scored.verdict.tokens_BT[:, None, : self.K]
         is_emitted_BPK &= jnp.arange(self.K)[None, None] < state.num_BP[..., None]
         emitted_BP, has_drafted_BP = count_leading(is_emitted_BPK), state.num_BP > 0
         surprise_BP = jnp.where(has_drafted_BP, emitted_BP, self.K) - state.expected_BP
@@ -270,7 +276,9 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             state,
             parts=parts,
             seen_BP=jnp.stack(seen, axis=1),
-            tokens_BPK=jnp.stack([draft.tokens_BK for draft in drafts], axis=1),
+            tokens_BPK=state.tokens_BPK.at[..., : self.K].set(
+                jnp.stack([draft.tokens_BK for draft in drafts], axis=1)
+            ),
             num_BP=jnp.stack([draft.num_drafted_B for draft in drafts], axis=1),
         )
         return self.combine(state, drafts), state, cache
@@ -296,7 +304,9 @@ class VotingDrafter(CollectiveDrafter):
     """
 
     def combine(self, state: CollectiveState, drafts: Sequence[Draft]) -> Draft:
-        tokens_BK, num_drafted_B = vote(state.tokens_BPK, state.num_BP, state.expected_BP)
+        tokens_BK, num_drafted_B = vote(
+            state.tokens_BPK[..., : self.K], state.num_BP, state.expected_BP
+        )
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B)
 
 
@@ -338,7 +348,9 @@ class ChoosingDrafter(CollectiveDrafter):
             laws = [draft.laws(known[0]) for draft in drafts]
             log_probs_BKV = jnp.select(list(takes_BP.T[..., None, None]), laws)
         return Draft(
-            tokens_BK=jnp.where(takes_BP[..., None], state.tokens_BPK, 0).sum(axis=1),
+            tokens_BK=jnp.where(takes_BP[..., None], state.tokens_BPK[..., : self.K], 0).sum(
+                axis=1
+            ),
             num_drafted_B=state.num_BP.sum(axis=1),
             log_probs_BRV=log_probs_BKV,
         )
