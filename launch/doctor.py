@@ -142,7 +142,7 @@ def look_at_head(console: Console) -> int:
         for name, accepted in found.readings.items()
     ]
     title = "Acceptance of a first token after every position"
-    entry.show([Table.of(title, rows)], console)
+    entry.show([Table.of(title, rows)] if rows else [], console)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
     document = {

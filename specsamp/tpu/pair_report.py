@@ -94,12 +94,6 @@ class Report:
         """Estimates the milliseconds of a program."""
         return estimate(self.topology.partition(":")[0], *self.works(name))
 
-    def lower_bound_ms(self, name: str) -> float:
-        """Returns the least milliseconds of a program: the longer of streaming and computing, in
-        each of its calls.
-        """
-        return sum(max(work.streaming_ms, work.cycles_ms) for work in self.works(name))
-
     def works(self, name: str) -> tuple[Work, ...]:
         """Returns the work of each call of a program; a round is split into its calls."""
         program = self[name]
@@ -313,7 +307,7 @@ def _times(report: Report, p: Program) -> dict[str, str]:
         "cycles": two_digits(p.cycles_ms(report.chip))
         if report.chip.has_clock
         else f"{p.cycles:,.0f} cycles",
-        "lower bound": two_digits(report.lower_bound_ms(p.name)),
+        "lower bound": two_digits(p.lower_bound_ms(report.chip)),
         "collectives": str(sum(p.collectives.values())),
         "calibrated": str(report.calibrated_ms(p.name)),
     }
