@@ -76,12 +76,12 @@ FAULTS = {
             Change(
                 loop.Loop,
                 "extend",
-                "caches = state.cache, state.drafter_state\n",
-                "caches = state.cache, state.drafter_state\n"
-                "                adapts = state.adaptive_state is not None\n"
-                "                if adapts and state.adaptive_state.seen_B is not None:\n"
-                "                    seen_B = jnp.maximum(state.adaptive_state.seen_B, 0)\n"
-                "                    start_B = jnp.minimum(start_B, seen_B)\n",
+                "caches = state and (state.cache, state.drafter_state)\n",
+                "caches = state and (state.cache, state.drafter_state)\n"
+                "        adapts = state is not None and state.adaptive_state is not None\n"
+                "        if adapts and state.adaptive_state.seen_B is not None:\n"
+                "            seen_B = jnp.maximum(state.adaptive_state.seen_B, 0)\n"
+                "            start_B = jnp.minimum(start_B, seen_B)\n",
             ),
             MOVED,
             NOT_CHECKED,
