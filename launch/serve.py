@@ -23,6 +23,7 @@ a text while it is decoded. Libraries: pip install -e '.[serve]'.
 import dataclasses
 import os
 import signal
+import sys
 from typing import NoReturn
 
 import jax
@@ -46,6 +47,9 @@ from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 
 KEY = "SPECSAMP_SERVE_KEY"
+# Seconds after which a thread that waits gets Python's lock: the compiler holds it for long, and a
+# step needs it many times.
+SWITCH_INTERVAL = 0.0005
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _HOST = flags.DEFINE_string(
@@ -117,6 +121,7 @@ def main() -> None:
             "prometheus-client"
         ) from error
     validate.number("--timeout", _TIMEOUT.value, 0.1)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
     _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
     config = _CONFIG.value

@@ -161,17 +161,11 @@ class Sizes:
             list(pool.map(self.programs.make, (smallest, Chunks(smallest.slots))))
 
     def compile_ahead(self) -> None:
-        """Begins to compile the sizes that the first requests are likely to need, and the way back:
-        all rows for many of them, and then twice the slots for a long one.
-        """
-        first = self.all[0]
-        likely = Size(self.rows[-1], first.slots), Size(first.rows, self.slots[:2][-1])
-        for size in likely:
-            if size != first:
-                self._begin(first, size)
-        for size in likely:
-            if size != first:
-                self.programs.begin(Resize(size, first))
+        """Begins to compile the size that many first requests need, all rows, and the way back."""
+        first, full = self.all[0], Size(self.rows[-1], self.slots[0])
+        if full != first:
+            self._begin(first, full)
+            self.programs.begin(Resize(full, first))
 
     def slots_for(self, entry: Entry) -> int:
         """Returns the fewest slots in which a request can be decoded for another step."""
