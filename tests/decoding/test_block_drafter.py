@@ -62,7 +62,7 @@ class MarginalsJudgedAsConditionals(BlockDrafter):
             weights, state, prefix, cache, sample
         )
         head, pending_B = self.head, gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)[:, 0]
-        rows, logits, _ = self._run_block(weights, state, pending_B, prefix.lengths_B - 1)
+        rows, logits, _ = self._run_block(weights, state, prefix)
         correction, judged = head.begin(weights.draft, len(pending_B)), []
         for k, token_B in enumerate([pending_B, *draft.tokens_BK.T[:-1]]):
             logits_BU, correction = head.correct(
@@ -129,10 +129,10 @@ class ContextOneRowShort(BlockDrafter):
 
 
 class MasksSlot0(BlockDrafter):
-    def _run_block(self, weights, state, pending_B, at_B):
-        return super()._run_block(
-            weights, state, jnp.full_like(pending_B, self.head.config.mask_id), at_B
-        )
+    def _run_block(self, weights, state, prefix):
+        masks_BS = jnp.full_like(prefix.tokens_BS, self.head.config.mask_id)
+        masked = dataclasses.replace(prefix, tokens_BS=masks_BS)
+        return super()._run_block(weights, state, masked)
 
 
 @pytest.mark.slow
