@@ -136,4 +136,7 @@ def _draft(
 ) -> tuple[DecodeState, Array]:
     """Drafts once; returns the state after it, and the tokens."""
     draft, drafter_state, cache = loop.draft(weights, request, state)
+    if jax.tree.structure(drafter_state) != jax.tree.structure(state.drafter_state):
+        # Only `Drafter.commit` takes such a state. Drafts are timed without a commit.
+        drafter_state = state.drafter_state
     return dataclasses.replace(state, drafter_state=drafter_state, cache=cache), draft.tokens_BK

@@ -116,7 +116,8 @@ def open_head(
     draft_ids = None
     if config.draft_vocab_size is not None and not headers_only:
         draft_ids = _read_ids(name, found, config)
-    if getattr(config, "num_centroids", None) and not headers_only:
+    has_clusters = isinstance(config, AssistantConfig) and config.num_centroids is not None
+    if has_clusters and not headers_only:
         draft_ids = _read_clusters(name, found, config)
     if (
         config.own_embedding

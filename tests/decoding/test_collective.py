@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp import (
+    Adaptive,
     ChoosingDrafter,
     CoupledRule,
     ModelDrafter,
@@ -82,6 +83,16 @@ def test_coupled_texts_equal_plain_decoding(drafter):
 
     alone = texts(*models(1), FAR)
     np.testing.assert_array_equal(texts(drafter, (None, NEAR)), alone)
+
+
+def test_shorter_drafts_keep_the_shape_of_the_state():
+    """Adaptive lengths draft with narrower drafters, whose states go into the whole one."""
+    adaptive = Adaptive(lengths=(1, 2), costs_ms=(1.0, 1.2))
+    loop = table_loop(CoupledRule(), LOOKUP_OR_MODEL)
+    weights, texts = (None, NEAR), ([[2, 0, 1]], 30, FULL)
+    whole = decode(loop, TARGET, weights, *texts, samples=20).emitted(30)
+    shorter = decode(loop, TARGET, weights, *texts, samples=20, adaptive=adaptive).emitted(30)
+    np.testing.assert_array_equal(shorter, whole)
 
 
 # Mistakes.
