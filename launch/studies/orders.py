@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from launch.lib.study import Document, Published, Say, Study
+from specsamp import validate
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.decoding.method import make_method
@@ -38,15 +39,9 @@ ORDERS = {
 }
 
 
-def prepare(options: Any) -> None:
-    """Checks the number of requests."""
-    if not options.requests.isdecimal() or int(options.requests) < 1:
-        raise ValueError(f"--requests={options.requests}: give a number from 1 on")
-
-
 def measure(options: Any, say: Say) -> dict[str, Any]:
     """Serves the same requests in each order, at each load."""
-    count = int(options.requests)
+    count = validate.integer("--requests", options.requests, 1)
     service = make_service(count)
     say("compiling")
     compile_all(service)
@@ -160,7 +155,6 @@ def orders(document: Document) -> Table:
 STUDY = Study(
     question="When does a service gain by decoding the shortest text first?",
     measure=measure,
-    prepare=prepare,
-    options={"requests": ("120", "Number of requests in each run.")},
+    options={"requests": (120, "Number of requests in each run.")},
     tables={"orders": Published(["python_pair_orders"], orders)},
 )
