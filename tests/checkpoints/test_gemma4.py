@@ -65,6 +65,7 @@ def test_unsupported_models_are_refused_in_one_line(changes, message):
     assert "config.json" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
 def test_a_mesh_reads_and_scores_as_one_device(weight_dtype, tmp_path):
     """The global kv head does not divide over four devices: all hold copies."""

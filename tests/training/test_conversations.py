@@ -56,6 +56,7 @@ def table():
     return random_table(7, VOCABULARY, scale=0.3)
 
 
+@pytest.mark.slow
 def test_longer_run_continues_a_shorter_one(tmp_path, table):
     first = write(tmp_path / "a", 100, table)
     more = write(tmp_path / "a", 400, table)

@@ -84,7 +84,8 @@ def test_greedy_and_coupled_texts_ignore_the_draft(sampling, rule, equal):
     assert all(text.row_independent for text in plain)
 
 
-def test_the_law_of_texts_is_the_targets():
+@pytest.mark.slow
+def test_texts_have_the_distribution_of_the_target():
     prompts, count = [PROMPTS[0]] * 1000, 1000
     found = generate_many(
         PAIR,
