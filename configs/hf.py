@@ -41,7 +41,6 @@ class PublicPair:
     model_parallelism: int = 1
     # Devices that one copy of the draft is split over; 0: as many as the target's.
     draft_model_parallelism: int = 0
-    num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
     drafter: str = "model"  # or "head": ``draft`` reads the target's hidden states
     chat: bool = False  # a tuned model: prompts are messages to it
     draft_length: int = 4  # K
@@ -62,7 +61,6 @@ PAIRS = {
         target="meta-llama/Llama-3.1-70B",
         draft="meta-llama/Llama-3.2-1B",
         model_parallelism=16,
-        num_kv_heads=8,
     ),
     "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
@@ -78,7 +76,6 @@ PAIRS = {
         target="Qwen/Qwen3-30B-A3B",
         draft="Qwen/Qwen3-0.6B",
         model_parallelism=8,
-        num_kv_heads=4,
         draft_length=2,  # longer ones read more experts
     ),
     "gemma-9b": PublicPair(
@@ -113,7 +110,6 @@ HEADS = {
         target="meta-llama/Llama-3.3-70B-Instruct",
         draft="RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
         model_parallelism=16,
-        num_kv_heads=8,
     ),
     "qwen-8b-eagle3": tuned_with_head(
         target="Qwen/Qwen3-8B",
@@ -140,7 +136,6 @@ HEADS = {
         target="Qwen/Qwen3-Next-80B-A3B-Instruct",
         draft="Qwen/Qwen3-Next-80B-A3B-Instruct",
         model_parallelism=16,
-        num_kv_heads=2,
         draft_length=2,  # longer ones read more experts
     ),
     "mimo-7b-mtp": tuned_with_head(
@@ -187,8 +182,6 @@ def get_config(argument: str = "smollm2") -> ConfigDict:
         draft_model_parallelism=pair.draft_model_parallelism,
     )
     config.drafter = pair.drafter
-    # Of the target, where they are fewer than its devices; 0: enough.
-    config.mesh.num_kv_heads = pair.num_kv_heads
     return config
 
 

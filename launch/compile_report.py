@@ -112,7 +112,7 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
         _TOPOLOGY.value,
         config.mesh.data,
         draft_model_parallelism=parallelism,
-        num_kv_heads=target.config.num_kv_heads,
+        num_kv_heads=target.config.kv_heads_of_all,
         rows=config.batch // config.mesh.data,
     )
     if head is not None:

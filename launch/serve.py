@@ -31,10 +31,8 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import refuse_unread
 from launch.lib.experiment import Experiment, build, headline, rule_name, use_few_rows
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, ExperimentFlag
 from launch.lib.machine_choice import for_machine
 from launch.lib.rules import make_rule
 from specsamp import NoDrafter, storage, validate
@@ -51,7 +49,7 @@ KEY = "SPECSAMP_SERVE_KEY"
 # step needs it many times.
 SWITCH_INTERVAL = 0.0005
 
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_CONFIG = ExperimentFlag("configs/trained_pair.py")
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "The address to bind; 0.0.0.0 listens on all interfaces."
 )
@@ -123,9 +121,7 @@ def main() -> None:
     validate.number("--timeout", _TIMEOUT.value, 0.1)
     sys.setswitchinterval(SWITCH_INTERVAL)
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
-    _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
-    config = _CONFIG.value
-    refuse_unread(_CONFIG, config)
+    config = _CONFIG.read(of_requests, "requests bring it, and --rows and --context bound it")
     parse_order(_ORDER.value)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))

@@ -36,8 +36,18 @@ def test_sizes_are_the_published_ones(name):
 def mesh_of(config):
     """Returns an abstract mesh of a configuration's devices."""
     ways = config.mesh.draft_model_parallelism or None
-    shape, names = mesh_axes(1, config.mesh.model, ways, config.num_kv_heads)
+    heads = shapes.known_models(config)["target"].config.kv_heads_of_all
+    shape, names = mesh_axes(1, config.mesh.model, ways, heads)
     return jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@pytest.mark.parametrize("devices, split", [(4, {"model": 4}), (8, {"replica": 2, "model": 4})])
+def test_mesh_splits_fewer_global_kv_heads(devices, split):
+    """Gemma 4 31B has 16 kv heads, and 4 in its layers without a window."""
+    fields = hf.get_config("google/gemma-4-31B-it")
+    fields.mesh.model = devices
+    config = ExperimentConfig.from_config_dict(fields)
+    assert dict(mesh_of(config).shape) == {"data": 1} | split
 
 
 @pytest.mark.slow

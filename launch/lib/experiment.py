@@ -265,7 +265,7 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
     """Returns the mesh of a configuration over all devices of all processes; None for a single
     device.
     """
-    fields = config.mesh
+    fields, known = config.mesh, known_models(config)
     if fields.data * fields.model == 1 and jax.process_count() == 1:
         mesh_axes(1, 1, fields.draft_devices)  # refuses more devices for the draft
         return None
@@ -273,6 +273,6 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
         fields.data,
         fields.model,
         draft_model_parallelism=fields.draft_devices,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=known["target"].config.kv_heads_of_all if known else None,
         rows=config.batch // fields.data,
     )

@@ -62,6 +62,11 @@ Positive = Annotated[int, (validate.integer, 1)]
 Share = Annotated[float, (validate.number, 0, 1)]
 
 
+def check_sinks(name: str, value: int | None) -> int:
+    """Returns the number of a window's sinks; None: there are none."""
+    return validate.integer(name, 0 if value is None else value, 0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Fields:
     """The models of a pair that are decoded in int8: none, target, draft or both."""
@@ -122,7 +127,6 @@ class MeshFields:
     data: Positive = 1
     model: Positive = 1
     draft_model_parallelism: Whole = 0
-    num_kv_heads: int | None = None  # of public checkpoints; otherwise of the shape
 
     @property
     def draft_devices(self) -> int | None:
@@ -187,7 +191,7 @@ class ExperimentConfig(Config):
     seed: Annotated[int, (validate.integer, 0, 2**32)]
     exit_layer: Annotated[int | None, (validate.integer, 1)] = None
     window: Annotated[int | None, (validate.integer, 1)] = None
-    sinks: Whole = WindowDrafter.sinks
+    sinks: Annotated[int, (check_sinks,)] = WindowDrafter.sinks
     corpus: str = ""
     mask_id: Annotated[int | None, (validate.integer, 0)] = None
     tree: Sequence[int] = ()
@@ -259,13 +263,6 @@ class ExperimentConfig(Config):
     def writes_text(self) -> bool:
         """Returns whether the pair has a tokenizer."""
         return self.pair is not None or self.hugging_face is not None
-
-    @property
-    def num_kv_heads(self) -> int | None:
-        """Returns the kv heads of the target, if they are in the configuration."""
-        if self.hugging_face is not None:
-            return self.mesh.num_kv_heads or None
-        return None if self.target is None else make_model(self.target).config.num_kv_heads
 
     @property
     def word(self) -> Word:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -311,6 +312,14 @@ class TransformerConfig:
             raise ValueError(
                 "global_layers and window_rotary_base need windowed layers: set window"
             )
+
+    @property
+    def kv_heads_of_all(self) -> int:
+        """Returns the devices over which the kv heads of every layer can be split: all divide, or
+        else those of layers with a window.
+        """
+        common = math.gcd(self.num_kv_heads, self.global_kv_heads or 0)
+        return common if common > 1 else self.num_kv_heads
 
     def window_of(self, layer: int) -> int | None:
         """Returns the attention window of a layer; None: it attends to all tokens."""

@@ -42,4 +42,6 @@ def prompt(number: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(f"{len(write_digits(*sys.argv[1:]))} images in {sys.argv[1]}/digits.npy")
+    if len(sys.argv) != 2:
+        sys.exit("name one folder: python -m specsamp.training.digits runs/digits")
+    print(f"{len(write_digits(sys.argv[1]))} images in {sys.argv[1]}/digits.npy")

@@ -86,6 +86,8 @@ def test_a_configuration_becomes_objects(monkeypatch):
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
         plain = own.turned({"draft_length": 0})
         assert plain.make_drafter(made.pair.target, made.pair.draft) == NoDrafter()
+    no_sinks = config.turned({"drafter": "window", "window": 9, "sinks": None})
+    assert no_sinks.make_drafter(made.pair.target, None).sinks == 0
     assert made.method.adaptive is None and config.adaptive.make(NoDrafter()) is None
     stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
     assert stopping.adaptive.make(made.method.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import chinchilla, hf
-from launch.lib.experiment import config_mesh
+from launch.lib.experiment import config_mesh, known_models
 from launch.lib.fields import ExperimentConfig
 from specsamp.jax_names import topologies
 from specsamp.mesh import slices, torus
@@ -159,7 +159,7 @@ def test_configuration_has_the_mesh_of_its_report(topology, config, monkeypatch)
         topology,
         fields.data,
         draft_model_parallelism=fields.draft_model_parallelism or None,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=known_models(config)["target"].config.kv_heads_of_all,
         rows=config.batch // fields.data,
     )
     assert ids(mesh) == ids(described) and mesh.shape == described.shape
