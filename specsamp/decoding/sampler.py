@@ -155,21 +155,22 @@ class Sampler:
         """
 
         def goes_on(state: _Chain) -> Array:
-            offset, drawn, _ = state
+            calls, drawn, _ = state
             if drawn.goes_on_B is None:
-                return offset < K
-            return (offset < K) & self.any_shard(jnp.any(drawn.goes_on_B))
+                return calls < K - 1  # compile reports read how often the loop runs
+            return (calls < K - 1) & self.any_shard(jnp.any(drawn.goes_on_B))
 
         def another(state: _Chain) -> _Chain:
-            offset, drawn, carry = state
+            calls, drawn, carry = state
             last_B = jax.lax.dynamic_index_in_dim(
-                drawn.draft.tokens_BK, offset - 1, axis=1, keepdims=False
+                drawn.draft.tokens_BK, calls, axis=1, keepdims=False
             )
+            offset = calls + 1
             logits_BV, carry = step(offset, last_B, carry)
-            return offset + 1, self.draw(logits_BV, offset, drawn), carry
+            return offset, self.draw(logits_BV, offset, drawn), carry
 
         first = self.draw(logits_BV, 0, self.begin(K))
-        start = jnp.ones((), jnp.int32), first, carry
+        start = jnp.zeros((), jnp.int32), first, carry
         _, drawn, carry = jax.lax.while_loop(goes_on, another, start)
         return drawn.draft, carry
 

@@ -41,7 +41,7 @@ from support.weights import shapes_of
 OPTIMISED = True
 pytestmark = extras.needs("libtpu")
 
-TOPOLOGY, K = "v4:2x2x4", 2  # the paper has K = 4
+TOPOLOGY, K = "v4:2x2x4", 3  # of two draft steps in a loop; the paper has K = 4
 
 
 @pytest.fixture(autouse=True)
