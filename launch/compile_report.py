@@ -38,7 +38,7 @@ from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import pair_report
 from specsamp.tpu.calibration import fit_published
-from specsamp.tpu.lowering import Programs, sharded_head_model
+from specsamp.tpu.lowering import Programs, WindowStep, sharded_head_model
 from specsamp.tpu.topology import CHIPS, described_mesh, parse
 
 _CONFIG = ExperimentFlag("configs/chinchilla.py")
@@ -91,12 +91,15 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
     word = config.word
     if not word.compiled:
         raise ValueError(
-            "a report is of a draft model, an early exit or a head; --config.drafter is "
+            "a report is of a draft model, a head, an early exit or a window; --config.drafter is "
             f"{config.drafter}"
         )
     target, draft = (model and with_kernels(model, config) for model in target_and_draft(config))
     shape = head_of(config, target.config) if word.draft == "head" else None
     head = shape and shape.head()
+    if config.drafter == "window":
+        fields = target.config, target.weight_order, target.kernels
+        draft = WindowStep(*fields, window=config.window, sinks=config.sinks)
     chip, sizes = parse(_TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // config.mesh.data
     parallelism = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
@@ -127,7 +130,7 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
         sampling=config.sampling.warp(),
         batch=config.batch,
         slots=_SLOTS.value,
-        inside=word.inside,
+        inside=word.draft is None,
     )
 
 

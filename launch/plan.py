@@ -280,7 +280,7 @@ def roofline() -> Roofline:
     """Returns the costs of the models of --config on the chips of --chip."""
     config, chip = _CONFIG.value, CHIPS[_CHIP.value]
     word = config.word
-    if not word.compiled or word.draft == "head":
+    if not word.compiled or word.draft == "head" or config.window:
         raise ValueError(
             f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter}"
         )

@@ -56,7 +56,7 @@ class Word:
       drafts: False for plain decoding at any K.
       reads: fields of the configuration that no other word reads, and that must be set.
       compiled: True if compile reports support the drafter; forecasts from shapes then do, too,
-        except for heads.
+        except for heads and windows.
     """
 
     make: Callable[[LanguageModel, LanguageModel | Head | None, int | TreeShape, Any], Drafter]
@@ -133,6 +133,7 @@ DRAFTERS = {
         ),
         trees=False,
         reads=("window", "sinks"),
+        compiled=True,
     ),
     "ngram": Word(
         make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size),

@@ -62,7 +62,9 @@ class Study:
 
     Attributes:
       question: the question of the study, in one sentence.
-      measure: returns the result as JSON (dataclasses allowed).
+      measure: returns the result as JSON (dataclasses allowed); it is given the options, a function
+        that shows progress, and the entries of a key.
+      keys: of the cells, each measured and written by itself.
       tables: the tables of committed results, by their names in pages.
       options: default and help of its flags, which have the type of the default; one whose default
         is None is a text that must be given.
@@ -73,7 +75,8 @@ class Study:
     """
 
     question: str
-    measure: Callable[[Any, Say], Any] | None = None
+    measure: Callable[..., Any] | None = None
+    keys: Sequence[Key] = ({},)
     tables: Mapping[str, Published] = dataclasses.field(default_factory=dict)
     options: Mapping[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     prepare: Callable[[Any], None] = lambda options: None
@@ -147,8 +150,8 @@ def _measured(study: Study, options: types.SimpleNamespace, console: Console) ->
     identity |= {"options": given} if study.identity is None else study.identity(options)
     results = grid.Results.open(options.output, identity)
     measure_missing(
-        [{"key": {}}],
-        lambda number, say: study.measure(options, say),
+        [{"key": key} for key in study.keys],
+        lambda number, say: study.measure(options, say, **study.keys[number]),
         results,
         options.again,
         console,

@@ -32,6 +32,7 @@ from specsamp.decoding.drafters import (
     FeatureTree,
     ModelDrafter,
     ModelTree,
+    WindowDrafter,
 )
 from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import Loop
@@ -44,6 +45,7 @@ from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.models.mtp import ModuleChain
+from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -56,13 +58,14 @@ class Programs:
     """The programs of one pair, batch and mesh."""
 
     target: ShardedModel
-    # A model; a head as a model, see `sharded_head_model`; or the target's first layers.
+    # A model; a head as a model, see `sharded_head_model`; the target's first layers; or a
+    # `WindowStep`.
     draft: ShardedModel
     mesh: Mesh
     sampling: Warp | None
     batch: int
     slots: int
-    # The draft is the target's first layers, with the target's weights and cache.
+    # The draft is of the target's first layers or a window, with the target's weights and cache.
     inside: bool = False
 
     @property
@@ -136,7 +139,7 @@ class Programs:
         return weights if self.head is None else weights["head"]
 
     def draft_cache(self) -> Any:
-        """Returns the shapes of the draft's cache, sharded; an early exit has none."""
+        """Returns the shapes of the draft's cache, sharded; a draft inside the target has none."""
         if self.inside:
             return ()
         cache = self.cache(self.draft)
@@ -226,6 +229,9 @@ class Programs:
                     f"{head.config.num_modules}"
                 )
             return sized(FeatureDrafter, FeatureTree, size, target, head, window=WINDOW)
+        if isinstance(self.draft.model, WindowStep):
+            step = self.draft.model
+            return WindowDrafter(target, size, step.window, step.sinks, positions=WINDOW)
         if self.inside:
             return sized(
                 EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW
@@ -275,6 +281,21 @@ def _size(tree: Any) -> int:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowStep(TransformerLM):
+    """A draft step of a `WindowDrafter` as a model: the target, with a cache of the slots that it
+    attends to.
+    """
+
+    window: int = 0
+    sinks: int = 0
+
+    def init_cache(self, batch: int, slots: int) -> Any:
+        cache = super().init_cache(batch, slots)
+        first_B, window = jnp.full(batch, self.sinks), min(self.window, slots - self.sinks)
+        return self.cut_cache(cache, self.sinks, first_B, window, max(STEP_WINDOWS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,11 +27,12 @@ from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
+from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import read_row
 from specsamp.sampling.tree_rules import RecursiveRule
-from specsamp.tpu.lowering import Programs, sharded_head_model
+from specsamp.tpu.lowering import Programs, WindowStep, sharded_head_model
 from specsamp.tpu.pair_report import compile_report, compiled_costs
 from specsamp.tpu.program import largest_buffers
 from specsamp.tpu.topology import described_mesh, parse
@@ -128,6 +129,7 @@ def test_early_exit_round_has_only_target_weights():
     assert found["round"].hbm_bytes < 1.05 * found["round"].floor_bytes
 
 
+KERNELS = choose_kernels("auto", backend="tpu")
 SHAPE = dict(
     vocab_size=8192,
     width=2048,
@@ -139,6 +141,39 @@ SHAPE = dict(
 ROTARY = TransformerConfig(
     num_layers=2, positions="rotary", gated=True, tied=False, max_positions=2048, **SHAPE
 )
+
+
+@pytest.mark.slow
+def test_windows_draft_reads_no_more_of_longer_caches():
+    """The control drafts with the first layer, which attends to all slots. Tokens of the text grow,
+    too.
+    """
+    mesh = described_mesh("v5e:2x2")
+    target = TransformerLM(dataclasses.replace(ROTARY, max_positions=131072), kernels=KERNELS)
+
+    def drafted(draft, slots):
+        made = Programs(
+            target=shard_model(target, Layout.tensor_parallel(mesh)),
+            draft=shard_model(draft, draft_layout(mesh)),
+            mesh=mesh,
+            sampling=chain(top_p(0.8)),
+            batch=1,
+            slots=slots,
+            inside=True,
+        )
+        found = compile_report(
+            made, topology="v5e:2x2", size=K, rule=TokenRule(), names=("score", "round")
+        )
+        assert found["round"].memory.arguments < 1.02 * sum(made.bytes_of_state())
+        return found["round"].hbm_bytes - found["score"].hbm_bytes
+
+    window = WindowStep(target.config, kernels=KERNELS, window=500, sinks=4)
+    more, control = (
+        drafted(draft, 131072) - drafted(draft, 8192) for draft in (window, target.first(1))
+    )
+    assert 0 <= 100 * more < control
+
+
 OF_HEAD = dict(layer=dataclasses.replace(ROTARY, num_layers=1), target_layers=2, own_output=True)
 
 
