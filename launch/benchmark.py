@@ -42,12 +42,11 @@ from launch.lib.cells import (
 from launch.lib.experiment import build, headline, use_few_rows
 from launch.lib.fields import ExperimentFlag
 from launch.lib.machine_choice import for_machine
-from specsamp import use_compilation_cache
+from specsamp import Pair, use_compilation_cache
 from specsamp.analysis import grid, tables
 from specsamp.analysis.benchmark import Result, benchmark, write_profile
 from specsamp.analysis.grid import Cell
 from specsamp.analysis.workload import check_fits, decoders
-from specsamp.decoding.pair import Pair
 from specsamp.replica import files_of
 from specsamp.sampling.synthetic import LABEL
 

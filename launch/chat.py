@@ -22,9 +22,8 @@ from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import ExperimentFlag
 from launch.lib.machine_choice import for_machine
 from launch.lib.rules import make_rule
-from specsamp import use_compilation_cache
+from specsamp import Conversation, use_compilation_cache
 from specsamp.checkpoints.chat import knows_conversations
-from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.method import check_exact
 from specsamp.decoding.request import Prompt, encode
 

@@ -31,11 +31,11 @@ from launch.lib import entry
 from launch.lib.fields import ExperimentConfig, ExperimentFlag
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
+from specsamp import TransformerLM
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.kernels.dispatch import choose_kernels
-from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import pair_report
 from specsamp.tpu.calibration import fit_published
 from specsamp.tpu.lowering import Programs, WindowStep, sharded_head_model

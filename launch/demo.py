@@ -23,12 +23,11 @@ from launch.lib import entry
 from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag, Int8Fields
 from launch.lib.machine_choice import Calls, best, is_possible
-from specsamp import NoDrafter, chain, temperature, use_compilation_cache
+from specsamp import Method, NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.kept_loop import KeptLoop
-from specsamp.decoding.method import Method
 from specsamp.decoding.text import Continuation
 
 _CONFIG = ExperimentFlag("configs/trained_pair.py")

@@ -33,7 +33,7 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from specsamp import machine, storage
+from specsamp import TransformerLM, machine, storage
 from specsamp.checkpoints import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
@@ -42,7 +42,6 @@ from specsamp.checkpoints.trained_pair import load_pair, save_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES
-from specsamp.models.transformer import TransformerLM
 from specsamp.training import run_folder
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
 from specsamp.training.held_out import evaluate

@@ -26,7 +26,7 @@ use_float64()
 
 import hypothesis
 
-from specsamp.compilation_cache import use_compilation_cache
+from specsamp import use_compilation_cache
 from support.fuzz.entries import ENTRIES
 from support.fuzz.faults import FAULTS, planted
 from support.fuzz.settings import SETTINGS

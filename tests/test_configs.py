@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from configs import hf
 from launch.lib import shapes
 from launch.lib.fields import ExperimentConfig
+from specsamp import TransformerLM
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
@@ -21,7 +22,6 @@ from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
-from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params, shapes_of
 
 PUBLISHED = tomllib.loads(pathlib.Path(__file__).with_name("published_sizes.toml").read_text())

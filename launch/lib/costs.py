@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import jax
 from absl import flags
 
+from specsamp import Pair
 from specsamp.analysis.report import Table
-from specsamp.decoding.pair import Pair
 
 
 def define_chip_hour() -> flags.FlagHolder:

@@ -13,6 +13,7 @@ from typing import Any
 
 from launch.lib.evaluation_tables import quality
 from launch.lib.study import Document, Published, Study, answers, cpu_of
+from specsamp import TransformerConfig
 from specsamp.analysis import grid
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.figures import COLOURS, STYLES
@@ -21,7 +22,6 @@ from specsamp.analysis.report import Table, as_json
 from specsamp.analysis.tables import grid_table, ratio
 from specsamp.evaluation.audit import audit_table
 from specsamp.evaluation.harness import tabulate
-from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.pair_report import GIB, Report, faster

@@ -17,14 +17,19 @@ from typing import Any
 import numpy as np
 
 from launch.lib.study import Document, Published, Say, Study
-from specsamp import validate
+from specsamp import (
+    Chunk,
+    FirstCome,
+    SamplingRequest,
+    ShortestFirst,
+    chain,
+    temperature,
+    top_p,
+    validate,
+)
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.decoding.method import make_method
-from specsamp.decoding.results import Chunk
-from specsamp.sampling.warp import chain, temperature, top_p
-from specsamp.serving.orders import FirstCome, ShortestFirst
-from specsamp.serving.sampling_request import SamplingRequest
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Chunks, Resize
 

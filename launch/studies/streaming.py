@@ -23,12 +23,11 @@ import ml_dtypes
 import numpy as np
 
 from launch.lib.study import Document, Say, Study
-from specsamp import validate
+from specsamp import TransformerLM, validate
 from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint, read_params
 from specsamp.checkpoints.mxfp4 import BLOCKS, GROUP, SCALES
 from specsamp.checkpoints.published import CONFIGS
 from specsamp.checkpoints.safetensors_io import SINGLE
-from specsamp.models.transformer import TransformerLM
 
 RANDOM = 2**22  # numbers of each dtype
 MOST_LAYERS = 1000  # where a configuration has its family's default

@@ -9,17 +9,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specsamp import machine
+from specsamp import (
+    Method,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    RowStats,
+    TokenRule,
+    chain,
+    greedy,
+    machine,
+    temperature,
+)
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import report, tables
 from specsamp.analysis.benchmark import RoundSplit, benchmark, write_profile
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.workload import Workload, decoders
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.method import Method
-from specsamp.decoding.results import RowStats
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import chain, greedy, temperature
 from support import fakes
 
 K = 3

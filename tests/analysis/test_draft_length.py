@@ -5,13 +5,12 @@ import dataclasses
 import jax
 import pytest
 
-from specsamp import ModelDrafter, NgramDrafter, chain, generate, temperature
+from specsamp import Method, ModelDrafter, NgramDrafter, chain, generate, temperature
 from specsamp.analysis import draft_length, report
 from specsamp.analysis.calls import TIMED_LENGTH, TIMED_POSITIONS, time_calls
 from specsamp.analysis.costs import PerCall
 from specsamp.analysis.draft_length import calibrate
 from specsamp.analysis.workload import TimedDecoder, Workload
-from specsamp.decoding.method import Method
 from support import fakes
 
 PROMPTS = [[1, 2, 3], [4, 5]]

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from specsamp import Method, ModelDrafter, NgramDrafter, TokenRule, chain, temperature
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import grid, tables
 from specsamp.analysis.acceptance import Profile
@@ -16,11 +17,7 @@ from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
-from specsamp.decoding.method import Method
-from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
-from specsamp.sampling.warp import chain, temperature
 from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}

@@ -8,10 +8,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 from launch.studies.figures import PAPER_EMITTED, PAPER_MS, PAPER_ROUND_MS
+from specsamp import RowStats
 from specsamp.analysis.acceptance import Profile, expected_tokens, profile_at
 from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.planner import make_plan, rounds_per_token
-from specsamp.decoding.results import RowStats
 
 # Chen et al.: the acceptance that explains the curve of a task, the best K in figure 1, ms per
 # token at K = 4 in table 1.

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from specsamp import TreeShape
 from specsamp.analysis.tree_shape import best_shape, choose_shape, tokens_of
-from specsamp.decoding.trees import TreeShape
 
 RANKS = (0.6, 0.2, 0.1)
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.public_heads import ORDER, open_head, read_head
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_head, shard_model
-from specsamp.models.transformer import TransformerLM
 from support import golden, golden_heads
 
 DESCRIBED, ARRAYS = golden_heads.read("gemma4", golden_heads.ASSISTANT.parent)
 EXPECTED = ARRAYS["logits"]
-LENGTHS, DRAFTED, SLOTS = (2, 5, 13, 24), (7, 11), 40  # as in assistant_maker.py
+LENGTHS, DRAFTED, SLOTS = (2, 5, 13, 24), (7, 11), 40  # of the golden file
 CLOSE = 2e-5  # of the largest logit; measured: 1.2e-5 for the third token
 
 

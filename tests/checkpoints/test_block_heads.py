@@ -12,9 +12,9 @@ import pytest
 from numpy.testing import assert_allclose
 from safetensors.numpy import save_file
 
+from specsamp import TransformerConfig
 from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.trained_pair import ASSETS, load_pair
-from specsamp.models.config import TransformerConfig
 from support import golden, golden_heads
 from support.checkpoint_shapes import edit
 from support.extras import slow_but

@@ -9,10 +9,10 @@ import pytest
 import safetensors.numpy
 from etils import epath
 
+from specsamp import TransformerLM
 from specsamp.checkpoints import safetensors_io
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import INDEX, find_tensors, read_header
-from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.checkpoint_shapes import edit, open_all
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
@@ -18,7 +19,6 @@ from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.models.config import tiny
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
-from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
 from support.heads import layer_config
 from support.weights import shapes_of

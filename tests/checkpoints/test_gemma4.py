@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.int8 import decode_weights
-from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.calls import call
 

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, generate
+from specsamp import NgramDrafter, Pair, TransformerLM, generate
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.models.config import ExpertsConfig
-from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.calls import call, forward, stale_cache
 from support.extras import slow_but

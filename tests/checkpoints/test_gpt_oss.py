@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.chat import ChatTemplate
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.int8 import decode_weights, is_int8
-from specsamp.models.transformer import TransformerLM
 from support import extras, golden
 
 OF_LAYER = "model.layers.{}.mlp.experts.{}"

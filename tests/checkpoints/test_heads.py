@@ -16,11 +16,11 @@ from etils import epath
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import save_file
 
+from specsamp import TransformerConfig
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.published import published_config
-from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from support import golden_heads
 from support.extras import slow_but

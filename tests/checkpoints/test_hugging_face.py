@@ -14,12 +14,12 @@ import tokenizers
 from etils import epath
 from numpy.testing import assert_array_equal
 
+from specsamp import TransformerLM
 from specsamp.checkpoints import safetensors_io
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import Tensor, find_tensors
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.checkpoint_shapes import open_all
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import TransformerLM
 from specsamp.checkpoints import int8_tensors
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.int8 import Int8, decode_weights, is_int8
-from specsamp.models.transformer import TransformerLM
 from support import golden
 
 

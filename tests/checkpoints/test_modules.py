@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.models.heads import FeatureHead
-from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.extras import slow_but
 

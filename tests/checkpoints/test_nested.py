@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.models.transformer import TransformerLM
 from support import golden
 
 OUTER = {

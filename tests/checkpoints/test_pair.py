@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
+from specsamp import TransformerLM
 from specsamp.checkpoints import trained_pair as pairs
 from specsamp.checkpoints.hub import find_folder
 from specsamp.checkpoints.int8_tensors import PAIR_SCALES, read_pair_tensors, write_pair_tensors
@@ -22,7 +23,6 @@ from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import summed_axes
-from specsamp.models.transformer import TransformerLM
 from specsamp.storage import place
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import edit, random_params

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import generate, temperature
+from specsamp import TransformerLM, generate, temperature
 from specsamp.checkpoints import hugging_face, orbax
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import differences, read_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, edit, random_params, write_random_head
 
 DRAFT = dataclasses.replace(

@@ -9,9 +9,9 @@ from numpy.testing import assert_allclose
 from safetensors import safe_open
 
 from configs import hf
+from specsamp import TransformerConfig
 from specsamp.checkpoints.hub import ASSETS, find_folder
 from specsamp.checkpoints.public_heads import open_head, read_head
-from specsamp.models.config import TransformerConfig
 
 FOLDER = ASSETS / "smollm2-head"
 TARGET = TransformerConfig(

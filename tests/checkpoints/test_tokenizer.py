@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+from specsamp import load_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.checkpoints.trained_pair import load_pair
 
 
 def saved(tokenizer, tmp_path):

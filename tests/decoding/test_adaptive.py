@@ -13,12 +13,14 @@ from specsamp import (
     Confidence,
     CoupledRule,
     Entropy,
+    Method,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    Stop,
     TokenRule,
 )
-from specsamp.decoding.adaptive import Stop
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
 from specsamp.serving.service import Service
 from support.fakes import TableLM, decode, near, table_loop, table_pair

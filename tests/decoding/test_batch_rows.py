@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import BlockRule, ModelDrafter, TokenRule
 from specsamp.decoding.batch_rows import insert
-from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.state import Finish, Weights
-from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import Chain, Warp, chain, register_warp, temperature
 from support import fakes
 from support.fakes import TableLM, decode, table_loop, texts

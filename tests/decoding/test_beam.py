@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from specsamp import BeamDrafter, JointThreshold, TokenRule
+from specsamp import BeamDrafter, JointThreshold, TokenRule, chain, greedy, penalties, temperature
 from specsamp.decoding.state import Weights
-from specsamp.sampling.penalties import penalties
-from specsamp.sampling.warp import chain, greedy, temperature
 from support.extras import slow_but
 from support.fakes import FALSE_ALARM, ORDER, TableLM, prefill, random_table, table_loop
 from support.loop_distributions import FAR, FULL, V, distribution_test

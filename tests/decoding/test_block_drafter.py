@@ -8,12 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters.block_head import BlockDrafter
-from specsamp.decoding.loop import Loop
+from specsamp import BlockDrafter, BlockRule, Loop, TokenRule, ban, chain, temperature
 from specsamp.decoding.state import Weights, gather_tokens
-from specsamp.sampling.penalties import ban
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.warp import chain, temperature
 from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, prefill
 from support.heads import (

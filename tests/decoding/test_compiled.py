@@ -10,20 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.adaptive import Adaptive, Confidence
-from specsamp.decoding.drafters import (
+from specsamp import (
+    Adaptive,
+    BlockRule,
+    Confidence,
+    CoupledRule,
     EarlyExitDrafter,
+    Loop,
     ModelDrafter,
     NoDrafter,
+    TokenRule,
+    TransformerLM,
+    chain,
+    temperature,
+    top_k,
+    top_p,
 )
-from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import draft_1m, target_38m
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.warp import chain, temperature, top_k, top_p
 from support.extras import slow_but
 from support.weights import shapes_of
 

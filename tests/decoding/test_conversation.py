@@ -2,8 +2,7 @@
 
 import pytest
 
-from specsamp import chain, generate, penalties, temperature
-from specsamp.decoding.conversation import Conversation
+from specsamp import Conversation, chain, generate, penalties, temperature
 from support.fakes import COMPILED, counting_pair, table_pair
 
 

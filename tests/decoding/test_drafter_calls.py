@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Drafter, Pair, chain, generate, temperature
+from specsamp import Draft, Drafter, Pair, chain, generate, temperature
 from specsamp.decoding import drafter_calls
 from specsamp.decoding.state import Prefix
-from specsamp.sampling.rules import Draft
 from support.extras import slow_but
 from support.fakes import TableLM, p_value
 

@@ -9,6 +9,7 @@ import pytest
 from specsamp import (
     CoupledRule,
     EarlyExitDrafter,
+    NoDrafter,
     Pair,
     TokenRule,
     TransformerLM,
@@ -17,7 +18,6 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.evaluation.audit.readers import WholeTargetDrafter
 from specsamp.models.config import tiny
 from support.extras import slow_but

@@ -6,13 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import FeatureDrafter
-from specsamp.decoding.loop import Loop
+from specsamp import FeatureDrafter, Loop, Pair, TokenRule, chain, temperature
 from specsamp.decoding.method import make_method
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import chain, temperature
 from support import mutants
 from support.fakes import FALSE_ALARM, prefill
 from support.heads import LayeredTable, ShowsTokens, eagle3, medusa, table_head, weights_of

@@ -13,7 +13,9 @@ from specsamp import (
     BlockRule,
     Method,
     NgramDrafter,
+    NoDrafter,
     Pair,
+    TransformerLM,
     chain,
     generate,
     stream,
@@ -21,10 +23,8 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.drafter import Prefix
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import BYTES, TableLM, compiled_programs, counting_pair, random_table, table_pair
 from support.weights import drawn_params

@@ -6,17 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import (
-    BlockRule,
-    Pair,
-    TokenRule,
-    chain,
-    generate,
-    stream,
-    temperature,
-)
+from specsamp import BlockRule, Pair, TokenRule, TransformerLM, chain, generate, stream, temperature
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import (
     BYTES,

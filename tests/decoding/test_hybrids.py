@@ -9,18 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Conversation, NgramDrafter, Pair, generate
-from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NgramTree, WindowDrafter
+from specsamp import (
+    BlockRule,
+    Conversation,
+    FeatureDrafter,
+    Loop,
+    ModelDrafter,
+    NgramDrafter,
+    NgramTree,
+    Pair,
+    RecursiveRule,
+    TokenRule,
+    TransformerLM,
+    TreeShape,
+    WindowDrafter,
+    chain,
+    generate,
+    temperature,
+)
 from specsamp.decoding.engine import count_known
-from specsamp.decoding.loop import Loop
-from specsamp.decoding.trees import TreeShape
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.recurrent import REWIND, RecurrentCache
 from specsamp.models.slots import read_slots, write_slots
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.tree_rules import RecursiveRule
-from specsamp.sampling.warp import chain, temperature
 from support.fakes import FALSE_ALARM, decode, p_value
 from support.hybrids import RECURRENT, hybrid
 from support.weights import shapes_of

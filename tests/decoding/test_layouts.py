@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp import BlockRule, Pair, chain, generate, temperature, top_p
-from specsamp.decoding.loop import Loop
-from specsamp.decoding.method import Method
+from specsamp import (
+    BlockRule,
+    Loop,
+    Method,
+    Pair,
+    TransformerConfig,
+    chain,
+    generate,
+    temperature,
+    top_p,
+)
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
-from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.weights import drawn_params
 

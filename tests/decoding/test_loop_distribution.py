@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import ModelDrafter
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import chain, min_p, temperature, top_k
+from specsamp import ModelDrafter, TokenRule, chain, min_p, temperature, top_k
 from support.fakes import (
     FALSE_ALARM,
     TableLM,

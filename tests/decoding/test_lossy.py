@@ -14,13 +14,13 @@ from specsamp import (
     Lenience,
     ModelDrafter,
     NgramDrafter,
+    RowStats,
     chain,
     generate,
     generate_many,
     stream,
     temperature,
 )
-from specsamp.decoding.results import RowStats
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from support.extras import slow_but
 from support.fakes import (

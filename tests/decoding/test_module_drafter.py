@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import ModuleDrafter
-from specsamp.decoding.loop import Loop
+from specsamp import Loop, ModuleDrafter, TokenRule
 from specsamp.decoding.state import Weights, write_tokens
-from specsamp.sampling.rejection import TokenRule
 from support.fakes import prefill
 from support.heads import LayeredTable, mtp
 from support.loop_distributions import FULL, TARGET, V

@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.adaptive import Adaptive, Confidence
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
-from specsamp.decoding.loop import Loop
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp import (
+    Adaptive,
+    BlockRule,
+    Confidence,
+    EarlyExitDrafter,
+    Loop,
+    ModelDrafter,
+    TokenRule,
+)
 from specsamp.sampling.rng import RoundKeys
 from support import mutants
 from support.fakes import (

@@ -11,15 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.conversation import Conversation
-from specsamp.decoding.drafters import FeatureDrafter, ModuleDrafter, ParallelDrafter
+from specsamp import (
+    Adaptive,
+    Conversation,
+    FeatureDrafter,
+    Method,
+    ModuleDrafter,
+    ParallelDrafter,
+    chain,
+    temperature,
+)
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
 from specsamp.decoding.trees import block_of
 from specsamp.sampling.rules import Rule, make_verdict, take_row
-from specsamp.sampling.warp import chain, temperature
 from specsamp.serving import batch
 from specsamp.serving.scheduler import Entry, Stage
 from specsamp.serving.sizes import Size

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specsamp import BlockRule, KSeqRule, RecursiveRule, TokenRule
 from specsamp.sampling.penalties import Bias, Penalties
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule
 from support import pairs
 from support.fakes import FALSE_ALARM
 

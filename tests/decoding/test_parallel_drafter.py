@@ -6,15 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp import ParallelDrafter, TokenRule, TransformerLM, chain
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Prefix, Weights
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
-from specsamp.sampling.warp import chain
 from support import golden
 from support.weights import drawn_params
 

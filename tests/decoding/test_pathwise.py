@@ -6,10 +6,18 @@ Texts of transformers are compared in test_layouts.py and test_early_exit.py.
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.warp import chain, greedy, temperature, top_p
+from specsamp import (
+    BlockRule,
+    CoupledRule,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    TokenRule,
+    chain,
+    greedy,
+    temperature,
+    top_p,
+)
 from support.extras import slow_but
 from support.fakes import TableLM, decode, near, random_table, table_loop
 

@@ -9,11 +9,11 @@ from specsamp import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
+    RowStats,
     chain,
     generate,
     temperature,
 )
-from specsamp.decoding.results import RowStats
 from support.fakes import TableLM, counting_pair, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V
 

@@ -7,26 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import (
+from specsamp import (
     BlockTree,
+    CoupledRule,
     FeatureTree,
+    Growth,
+    Method,
     ModelTree,
     NgramTree,
     NoDrafter,
+    RecursiveRule,
+    RowStats,
+    TokenRule,
+    TraversalRule,
+    TreeShape,
+    chain,
+    greedy,
+    penalties,
+    temperature,
+    top_p,
 )
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
-from specsamp.decoding.results import RowStats
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Finish
-from specsamp.decoding.trees import Growth, TreeShape
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.penalties import penalties
-from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule, TargetDistributions
-from specsamp.sampling.tree_rules import RecursiveRule, TraversalRule
-from specsamp.sampling.warp import chain, greedy, temperature, top_p
 from support import tree_mutants as mutants
 from support.drafters import DRAFTERS
 from support.extras import slow_but

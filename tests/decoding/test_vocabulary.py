@@ -8,18 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import BlockRule, CoupledRule, Draft, Loop, TokenRule, chain, temperature, top_k
 from specsamp.decoding.drafters.translating import (
     SharedVocabulary,
     TranslatingDrafter,
     TranslatingWeights,
     restrict,
 )
-from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.rules import Draft
-from specsamp.sampling.warp import chain, temperature, top_k
 from support.fakes import FALSE_ALARM, TableLM, decode, prefill, random_table, texts
 from support.loop_distributions import FULL, TARGET, V, distribution_test
 

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from decoding.test_early_exit import MODELS, TEXTS, TOKENS, drafted, pair_of, plain, tokens
-from specsamp import TokenRule, WindowDrafter, generate
-from specsamp.decoding.loop import Loop
+from specsamp import Loop, TokenRule, WindowDrafter, chain, generate, temperature
 from specsamp.jax_names import jaxprs
 from specsamp.models.visibility import Visibility
-from specsamp.sampling.warp import chain, temperature
 from support.fakes import prefill
 
 WINDOW, SINKS, K = 6, 2, 3

@@ -6,10 +6,8 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp import Draft, Drafter, TokenRule, greedy
+from specsamp import Draft, Drafter, LanguageModel, Loop, Output, TokenRule, greedy
 from specsamp.decoding import state
-from specsamp.decoding.loop import Loop
-from specsamp.models.interface import LanguageModel, Output
 from support.fakes import decode
 
 TEXT = [5, 8, 3, 4, 9, 1, 6]

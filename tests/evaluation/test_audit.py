@@ -18,6 +18,7 @@ from specsamp import (
     Bounded,
     CoupledRule,
     EarlyExitDrafter,
+    ModelDrafter,
     NgramDrafter,
     NoDrafter,
     Pair,
@@ -30,7 +31,6 @@ from specsamp import (
 )
 from specsamp.analysis import report
 from specsamp.decoding import method
-from specsamp.decoding.drafters import ModelDrafter
 from specsamp.evaluation.audit import (
     Settings,
     Status,

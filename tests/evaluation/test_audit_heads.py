@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specsamp import Pair, TokenRule, chain, temperature
-from specsamp.decoding.drafters import FeatureDrafter
+from specsamp import FeatureDrafter, Pair, TokenRule, TransformerLM, chain, temperature
 from specsamp.evaluation.audit import Settings, Status, audit
 from specsamp.evaluation.audit.checks import UNREADABLE
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
-from specsamp.models.transformer import TransformerLM
 from support import mutants
 from support.audits import subject_of
 from support.heads import LayeredTable, ShowsTokens, eagle3, table_head

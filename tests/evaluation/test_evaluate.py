@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from specsamp import Method, NgramDrafter
-from specsamp.decoding.results import RowStats
+from specsamp import Method, NgramDrafter, RowStats
 from specsamp.evaluation.harness import Requests, decode_and_score, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
 from support.byte_tokenizer import ByteTokenizer

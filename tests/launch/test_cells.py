@@ -7,11 +7,9 @@ from configs import random_pair, trained_pair
 from launch.lib import cells
 from launch.lib.experiment import Experiment, build
 from launch.lib.fields import ExperimentConfig
+from specsamp import BlockRule, Method, ModelDrafter, NgramDrafter, NoDrafter, TokenRule
 from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.method import Method
-from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from support import fakes
 

@@ -14,27 +14,29 @@ from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig, SamplingFields, make_model
 from launch.lib.rules import make_rule
-from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.decoding.adaptive import Adaptive, Entropy
-from specsamp.decoding.drafters import (
+from specsamp import (
+    Adaptive,
     BeamDrafter,
+    BlockRule,
     EarlyExitDrafter,
     EarlyExitTree,
+    Entropy,
+    KSeqRule,
     ModelDrafter,
     ModelTree,
     NgramDrafter,
     NgramTree,
     NoDrafter,
+    Pair,
     ParallelDrafter,
+    TraversalRule,
+    TreeShape,
     VotingDrafter,
     WindowDrafter,
 )
-from specsamp.decoding.pair import Pair
-from specsamp.decoding.trees import TreeShape
+from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.evaluation.task import Problem, first_of_each
-from specsamp.sampling.rejection import BlockRule
-from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK
 from specsamp.training.source import open_trained
 from support import extras

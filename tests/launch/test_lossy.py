@@ -7,9 +7,8 @@ import pytest
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
-from specsamp import EARS, Bounded, JointThreshold, Lenience, TokenRule, Typical
+from specsamp import EARS, Bounded, JointThreshold, Lenience, RowStats, TokenRule, Typical
 from specsamp.analysis import report
-from specsamp.decoding.results import RowStats
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import shlex
 import jax
 import pytest
 
-from specsamp.decoding.pair import Pair
+from specsamp import Pair, TransformerLM
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from support.run_script import ROOT, succeed
 from support.weights import shapes_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launch.studies import orders, serving
-from specsamp.serving.sampling_request import SamplingRequest
+from specsamp import SamplingRequest
 from support.services import make_service
 
 

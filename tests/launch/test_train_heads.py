@@ -13,12 +13,10 @@ from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig
 from launch.lib.training import TrainingConfig
-from specsamp import generate
+from specsamp import FeatureDrafter, generate, load_pair
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import read_pair
-from specsamp.checkpoints.trained_pair import load_pair
-from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import save_public_target, save_tiny_pair, succeed

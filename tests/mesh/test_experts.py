@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, generate
+from specsamp import NgramDrafter, Pair, TransformerLM, generate
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import ShardedModel, shard, shard_model
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.kernels.dispatch import PallasKernels
-from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
 from support.weights import drawn_params, shapes_of

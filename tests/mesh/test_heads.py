@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp import BlockRule, Pair, chain, generate, generate_many, temperature
+from specsamp import BlockRule, Pair, TransformerLM, chain, generate, generate_many, temperature
 from specsamp.checkpoints.hugging_face import placed
 from specsamp.decoding import batch_rows
 from specsamp.decoding.engine import Engine
@@ -22,7 +22,6 @@ from specsamp.mesh.sharded import shard, shard_head
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.mtp import MTPConfig
-from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params, shapes_of
 
 LAYER = tiny(

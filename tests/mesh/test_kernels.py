@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from specsamp import Pair, TransformerLM
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.pair import Pair
 from specsamp.mesh import sharded as mesh_sharded
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
@@ -18,7 +18,6 @@ from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.heads import kernel_tables
 from specsamp.models.kernels.dispatch import PallasKernels
-from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import (
     chain,
     for_rows,

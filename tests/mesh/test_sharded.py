@@ -11,18 +11,28 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
+from specsamp import (
+    Adaptive,
+    BlockRule,
+    Confidence,
+    Method,
+    ModelDrafter,
+    NgramDrafter,
+    Output,
+    Pair,
+    TokenRule,
+    TransformerLM,
+    chain,
+    generate,
+    temperature,
+    top_p,
+)
 from specsamp.analysis.workload import Workload, decoders
-from specsamp.decoding.adaptive import Adaptive, Confidence
-from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
-from specsamp.models.interface import Output
-from specsamp.models.transformer import TransformerLM
 from support.fakes import TableLM, random_table
 from support.weights import drawn_params
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from specsamp import TransformerLM
 from specsamp.models.config import tiny
 from specsamp.models.interface import Block
-from specsamp.models.transformer import TransformerLM
 from support.calls import call, compact
 from support.extras import slow_but
 from support.weights import drawn_params

@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from models.test_transformer import MODELS
+from specsamp import TransformerLM
 from specsamp.models.config import (
     ExpertsConfig,
     TransformerConfig,
     tiny,
 )
-from specsamp.models.transformer import TransformerLM
 from support.weights import shapes_of
 
 EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_layers=(0,))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from specsamp import TransformerLM
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.experts import (
     BIAS_AXES,
@@ -24,7 +25,6 @@ from specsamp.models.experts import (
 from specsamp.models.int8 import decode_weights, dequantise, is_int8, quantise
 from specsamp.models.kernels import mix_experts as mix_kernel
 from specsamp.models.kernels.dispatch import PallasKernels
-from specsamp.models.transformer import TransformerLM
 from support.calls import call, forward
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params

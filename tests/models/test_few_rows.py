@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import generate
-from specsamp.decoding.pair import Pair
+from specsamp import Pair, TransformerLM, generate
 from specsamp.models import few_rows
 from specsamp.models.config import tiny
 from specsamp.models.int8 import Int8Blocks, quantise
 from specsamp.models.products import contract
-from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
 SPEC = "BTD,DX->BTX"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from specsamp import TransformerLM
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import tiny
 from specsamp.models.int8 import dequantise, quantise
-from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from support.calls import call
 from support.weights import drawn_params

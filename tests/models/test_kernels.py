@@ -12,8 +12,18 @@ from absl import logging
 from numpy.testing import assert_allclose, assert_array_equal
 
 from models.test_blocks import block_of
-from specsamp import chain, generate, greedy, min_p, penalties, temperature, top_k, top_p
-from specsamp.decoding.pair import Pair
+from specsamp import (
+    Pair,
+    TransformerLM,
+    chain,
+    generate,
+    greedy,
+    min_p,
+    penalties,
+    temperature,
+    top_k,
+    top_p,
+)
 from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.interface import Block
@@ -23,7 +33,6 @@ from specsamp.models.kernels.decode_attention import block_shape
 from specsamp.models.kernels.dispatch import PallasKernels, choose_kernels
 from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.slots import write_slots
-from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.warp import first_tokens, with_kernels

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import TransformerLM
 from specsamp.models import ngrams
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
 

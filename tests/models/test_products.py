@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from specsamp import TransformerLM
 from specsamp.models import products
 from specsamp.models.config import tiny
 from specsamp.models.int8 import Int8Blocks, Int8Weight, dequantise, is_int8, quantise
 from specsamp.models.products import contract
-from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
 OPTIMISED = True

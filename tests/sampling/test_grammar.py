@@ -12,22 +12,22 @@ import tokenizers
 
 from specsamp import (
     ModelDrafter,
+    ModelTree,
+    RecursiveRule,
     SamplingRequest,
     TokenRule,
+    TreeShape,
     chain,
     generate,
     generate_many,
     temperature,
 )
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.decoding.drafters import ModelTree
 from specsamp.decoding.method import make_method
-from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.sampling import grammar as module
 from specsamp.sampling.grammar import FREE, Follow, grammar, no_grammar, release
-from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import register_warp
 from specsamp.serving.answer import Failed, Unmet
 from specsamp.serving.openai_replies import Reply

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
-from specsamp.sampling.rules import Draft
+from specsamp import EARS, Bounded, Draft, JointThreshold, Lenience, Typical
 from support import mutants
 from support.distributions import constant, grid, log, one_hots, random_distributions
 from support.enumeration import enumerate_round

@@ -7,12 +7,14 @@ import pytest
 from specsamp import (
     BlockRule,
     ModelDrafter,
+    ban,
+    bias,
     chain,
     generate,
     greedy,
+    penalties,
     temperature,
 )
-from specsamp.sampling.penalties import ban, bias, penalties
 from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.warp import log_probs
 from support.fakes import FALSE_ALARM, TableLM, joint_distribution, table_loop, table_pair

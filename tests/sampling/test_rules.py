@@ -6,7 +6,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import log_softmax
 
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp import BlockRule, TokenRule
 from support import mutants
 from support.distributions import constant, grid, log, one_hots, random_distributions
 from support.enumeration import autoregressive, enumerate_round, joint_distribution, split

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from specsamp import BlockRule, CoupledRule, TokenRule, chain
 from specsamp.sampling import tree_rules
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.rules import Draft, TargetDistributions, make_verdict
 from specsamp.sampling.tree_rules import CHILDREN, KSeqRule, RecursiveRule, TraversalRule
-from specsamp.sampling.warp import chain
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
 from support.extras import slow_but

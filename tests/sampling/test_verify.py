@@ -12,10 +12,8 @@ import pytest
 from numpy.testing import assert_allclose
 from scipy.special import log_softmax
 
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp import BlockRule, CoupledRule, Draft, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
-from specsamp.sampling.rules import Draft
 from support import mutants
 from support.enumeration import COMPILE_FAST, Given, split
 

@@ -9,15 +9,21 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, chain, generate, temperature
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp import (
+    ModelDrafter,
+    NgramDrafter,
+    Pair,
+    ShortestFirst,
+    TransformerLM,
+    chain,
+    generate,
+    temperature,
+)
 from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, head_drafter
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.serving import batch, sizes
-from specsamp.serving.orders import ShortestFirst
 from specsamp.serving.runner import Runner
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Chunks, Resize, Size

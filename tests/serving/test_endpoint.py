@@ -15,9 +15,8 @@ if extras.is_here("openai"):
 if extras.is_here("starlette"):
     from specsamp.serving.endpoint import Endpoint
 
+from specsamp import bias, chain
 from specsamp.checkpoints.chat import CannotRender
-from specsamp.sampling.penalties import bias
-from specsamp.sampling.warp import chain
 from specsamp.serving.request_warps import make_warp
 from support.services import (
     CONTEXT,

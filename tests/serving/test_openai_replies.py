@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 
-from specsamp import NoDrafter
-from specsamp.decoding.method import Method
+from specsamp import Method, NoDrafter
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats, RowText
 from specsamp.decoding.state import Finish

@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from specsamp import NoDrafter, SamplingRequest, generate_many
+from specsamp import Method, NoDrafter, SamplingRequest, generate_many
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
 from specsamp.serving.answer import Failed
 from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp

@@ -1,8 +1,6 @@
 """Subjects of audits."""
 
-from specsamp import Pair, chain, temperature, top_p
-from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.method import Method
+from specsamp import Method, ModelDrafter, Pair, chain, temperature, top_p
 from specsamp.evaluation.audit.subject import Subject
 from support.fakes import TableLM, near, random_table
 

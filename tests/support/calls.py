@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.models.transformer import TransformerLM
+from specsamp import TransformerLM
 from support.enumeration import COMPILE_FAST
 
 OPTIONS = dict(static_argnames="hidden_layers", compiler_options=COMPILE_FAST)

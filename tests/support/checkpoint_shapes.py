@@ -3,12 +3,12 @@
 import dataclasses
 import json
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
-from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
 CONFIG = tiny(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specsamp import Growth, Pair, TransformerConfig, TransformerLM, TreeShape
 from specsamp.decoding.drafters import (
     AssistantDrafter,
     BeamDrafter,
@@ -28,10 +29,6 @@ from specsamp.decoding.drafters import (
     WindowDrafter,
 )
 from specsamp.decoding.drafters.translating import SharedVocabulary
-from specsamp.decoding.pair import Pair
-from specsamp.decoding.trees import Growth, TreeShape
-from specsamp.models.config import TransformerConfig
-from specsamp.models.transformer import TransformerLM
 from support.heads import WIDTH, assistant, dflash2, dspark, eagle3, medusa, mtp
 from support.weights import drawn_params
 

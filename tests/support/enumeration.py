@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp import chain
 from specsamp.sampling.rules import Draft, Rule, TargetDistributions
-from specsamp.sampling.warp import chain
 
 Distributions = Sequence[np.ndarray]
 

@@ -11,8 +11,7 @@ import numpy as np
 import scipy.stats
 from scipy.special import log_softmax
 
-from specsamp.decoding.loop import Loop
-from specsamp.decoding.pair import Pair
+from specsamp import Loop, Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.models.slots import cut_slots, move_slots

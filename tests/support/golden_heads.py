@@ -1,7 +1,8 @@
 """Small heads in the format of the package speculators, and their logits by that package.
 
-As in golden.py, weights are made from their names. The script that wrote the files is
-``tests/support/head_maker.py`` of commit 89baef4f.
+As in golden.py, weights are made from their names. The scripts that wrote the files are
+``tests/support/head_maker.py`` of commit 89baef4f and, for the assistant,
+``tests/support/assistant_maker.py`` of commit 8e45e43c.
 """
 
 import json
@@ -18,7 +19,7 @@ from support import golden
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden_heads"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 BLOCKS = FOLDER / "blocks"
-ASSISTANT = FOLDER / "assistants" / "gemma4.safetensors"  # see assistant_maker.py
+ASSISTANT = FOLDER / "assistants" / "gemma4.safetensors"
 MAPS = ("d2t", "t2d")
 
 

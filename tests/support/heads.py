@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specsamp import TransformerConfig
 from specsamp.models.assistant import AssistantConfig
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.cache import KVCache
-from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig, BlockHead
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead

@@ -3,9 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.adaptive import Adaptive, Entropy
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import chain, min_p, temperature, top_p
+from specsamp import Adaptive, Entropy, TokenRule, chain, min_p, temperature, top_p
 from support.fakes import (
     decode,
     joint_distribution,

@@ -5,13 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
-from specsamp.decoding.loop import Loop
+from specsamp import (
+    BlockRule,
+    Bounded,
+    EarlyExitDrafter,
+    FeatureDrafter,
+    Loop,
+    ModelDrafter,
+    TokenRule,
+)
 from specsamp.decoding.sampler import Sampler
 from specsamp.models.interface import LayeredModel
 from specsamp.sampling import rejection
-from specsamp.sampling.lossy import Bounded
-from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
 
 

@@ -21,26 +21,28 @@ from specsamp import (
     BlockRule,
     Confidence,
     CoupledRule,
+    KSeqRule,
     RecursiveRule,
     TokenRule,
     TransformerConfig,
     TransformerLM,
+    TraversalRule,
+    TreeShape,
+    bias,
     chain,
     generate,
     generate_many,
     greedy,
+    penalties,
     stream,
     temperature,
     top_k,
     top_p,
 )
 from specsamp.decoding.method import make_method
-from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import ExpertsConfig
-from specsamp.sampling.penalties import bias, penalties
-from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import log_probs
 from support.drafters import (
     DRAFTERS,

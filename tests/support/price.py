@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.sampling.rules import Draft
+from specsamp import Draft
 from support.enumeration import COMPILE_FAST, along_drafts, autoregressive, chain_rounds, in_chunks
 
 

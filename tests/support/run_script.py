@@ -12,11 +12,11 @@ import types
 
 from absl import flags
 
+from specsamp import TransformerLM
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.checkpoints.trained_pair import save_pair
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
 from support.weights import drawn_params

@@ -7,10 +7,9 @@ import json
 import threading
 import time
 
-from specsamp import generate
+from specsamp import SamplingRequest, generate
 from specsamp.decoding.method import make_method
 from specsamp.serving.request_warps import make_warp
-from specsamp.serving.sampling_request import SamplingRequest
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Chunks, Resize, ScoreChunks
 from support.byte_tokenizer import ByteTokenizer

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.sampling.rules import Draft
+from specsamp import Draft
 from support.enumeration import COMPILE_FAST, Given, autoregressive
 
 CHUNK = 2048

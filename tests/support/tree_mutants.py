@@ -7,12 +7,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from specsamp import Loop, RecursiveRule
 from specsamp.decoding.drafters import FeatureTree, ModelTree, tree
-from specsamp.decoding.loop import Loop
 from specsamp.decoding.trees import pick
 from specsamp.sampling import tree_rules
 from specsamp.sampling.rules import TargetDistributions
-from specsamp.sampling.tree_rules import RecursiveRule
 from support.fakes import TableLM
 
 

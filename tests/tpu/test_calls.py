@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specsamp import TransformerLM
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
 from specsamp.models import products
@@ -13,7 +14,6 @@ from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import dequantise, is_int8
 from specsamp.models.kernels.dispatch import PallasKernels
-from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
 from specsamp.tpu.topology import described_mesh

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specsamp import TransformerLM
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
@@ -13,7 +14,6 @@ from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import TransformerConfig, chinchilla_70b
 from specsamp.models.interface import Block
 from specsamp.models.kernels.dispatch import PallasKernels
-from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction
 from specsamp.tpu.kernels import COUNTS, count_attention, count_experts, count_rows, kernel_of

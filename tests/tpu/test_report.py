@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specsamp import TokenRule, chain, top_p
+from specsamp import RecursiveRule, TokenRule, TransformerLM, TreeShape, chain, top_p
 from specsamp.analysis.report import as_json
-from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models import positions
@@ -29,9 +28,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.medusa import MedusaConfig
-from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import read_row
-from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.tpu.lowering import Programs, WindowStep, sharded_head_model
 from specsamp.tpu.pair_report import compile_report, compiled_costs
 from specsamp.tpu.program import largest_buffers

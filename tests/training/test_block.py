@@ -10,14 +10,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
+from specsamp import TransformerLM, chain, temperature
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import FirstTokenReader
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.dflash import BlockConfig
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block_heads import TrainBlock, pace_weights
 from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
 from support.weights import drawn_params

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from specsamp.decoding.pair import Pair
+from specsamp import Pair
 from specsamp.decoding.text import Continuation
 from specsamp.training.conversations import borders, write_conversations
 from specsamp.training.data import read_corpus

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from specsamp import TransformerLM
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead, most_frequent
 from specsamp.training.trainer import (
     TrainConfig,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from specsamp import TransformerLM
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.layerskip import LayerSkip, loss_weights, read_layers
 from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params

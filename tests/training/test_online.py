@@ -7,16 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
-from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
+from specsamp import (
+    CoupledRule,
+    Method,
+    ModelDrafter,
+    NgramDrafter,
+    Pair,
+    TokenRule,
+    TransformerLM,
+    chain,
+    generate_many,
+    temperature,
+)
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import chain, temperature
-from specsamp.serving.generate_many import generate_many
 from specsamp.serving.service import Service
 from specsamp.training.online import DraftLearner
 from specsamp.training.trainer import TrainConfig

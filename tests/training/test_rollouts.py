@@ -16,14 +16,11 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from rich.console import Console
 
-from specsamp.decoding.generate import generate
-from specsamp.decoding.pair import Pair
+from specsamp import BlockRule, Pair, TransformerLM, generate
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import chain, log_probs, temperature, top_k
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import (

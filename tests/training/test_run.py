@@ -13,10 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.testing import assert_array_equal
 from rich.console import Console
 
-from specsamp import storage
+from specsamp import TransformerLM, storage
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.training import run_folder, source
 from specsamp.training.run_folder import MetricsLog, Progress
 from support.weights import drawn_params

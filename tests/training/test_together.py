@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from specsamp import TransformerLM
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.together import DRAFT, TARGET, TrainTogether
 from specsamp.training.training_task import TrainModel

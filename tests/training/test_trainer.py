@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
+from specsamp import TransformerLM
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
 from specsamp.training.held_out import COMPARED_DISTRIBUTIONS, evaluate
 from specsamp.training.trainer import (

@@ -10,14 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from specsamp import CoupledRule, chain, generate, generate_many, stream, temperature
-from specsamp.decoding.conversation import Conversation
+from specsamp import (
+    Conversation,
+    CoupledRule,
+    FirstCome,
+    ShortestFirst,
+    chain,
+    generate,
+    generate_many,
+    stream,
+    temperature,
+)
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import make_method
 from specsamp.serving import batch as batch_module
 from specsamp.serving import sizes
 from specsamp.serving.answer import Failed
-from specsamp.serving.orders import FirstCome, ShortestFirst
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fuzz.streams import Different, asks, replay

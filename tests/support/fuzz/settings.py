@@ -7,12 +7,12 @@ from specsamp import (
     Adaptive,
     CoupledRule,
     ModelDrafter,
+    Pair,
     RecursiveRule,
     TokenRule,
     TransformerConfig,
     TransformerLM,
 )
-from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from support.byte_tokenizer import ByteTokenizer
