@@ -1,7 +1,5 @@
 """Compiled programs, kept on disk between processes."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 

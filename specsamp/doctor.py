@@ -8,8 +8,6 @@ not see.
 import, with JAX's message.)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib.metadata

@@ -2,8 +2,6 @@
 estimates of TPUs.
 """
 
-from __future__ import annotations
-
 import datetime
 import glob
 import hashlib

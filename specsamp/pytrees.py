@@ -1,7 +1,5 @@
 """Dataclasses whose fields are arrays."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TypeVar, dataclass_transform
 

@@ -1,7 +1,5 @@
 """Files of runs and results, on a disk or in a bucket (``gs://``): whole or not there at all."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -2,8 +2,6 @@
 value.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import os

@@ -10,8 +10,6 @@ CPU's cache. Each time holds the launch of a program: compare calls with each ot
 round of the loop.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ Write the K down to reproduce a run. From the costs of calls, `specsamp.analysis
 forecasts the costs of rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The colours are Okabe and Ito's (https://jfly.uni-koeln.de/color/), distinct for
 readers. Lines differ in `STYLES`, too, for print. Only drawing imports matplotlib.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

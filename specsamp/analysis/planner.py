@@ -13,8 +13,6 @@ sequences, and computes how many rounds the slowest of B of them needs. Without 
 sequences never end, as on a server that refills its batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

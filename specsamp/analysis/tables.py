@@ -1,7 +1,5 @@
 """Tables of measurements: one benchmark in full, or many cells with one row each."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 

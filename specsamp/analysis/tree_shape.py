@@ -8,8 +8,6 @@ trees of one level: the star of b children accepts with the sum of the first b r
 list of siblings begins with a shorter one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

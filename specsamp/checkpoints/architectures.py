@@ -12,8 +12,6 @@ A family has several tables, of which later tables override earlier ones, and fu
 positions, windows and experts. A key that changes the model in an unsupported way is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

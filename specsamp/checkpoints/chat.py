@@ -8,8 +8,6 @@ A template is a Jinja program that comes with a checkpoint. It runs in a separat
 limits on time and memory, in the sandbox of the library jinja2 (chat_sandbox.py).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

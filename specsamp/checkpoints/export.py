@@ -4,8 +4,6 @@ load.
 Gated models are written as Llama, ungated models as Arcee, which is Llama without the gate.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

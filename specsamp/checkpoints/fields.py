@@ -1,7 +1,5 @@
 """Reads the keys of a config.json; messages name file, key and value."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -17,8 +17,6 @@ of layers, and -1 is the embedding. The tensors show which parts a head has in a
 Queries and keys always have norms, as in Qwen3.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -5,8 +5,6 @@ Medusa heads in the layout of their authors. MTP modules have no public layout w
 the tensors get the names of MiMo's module, and only this package reads the folder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any

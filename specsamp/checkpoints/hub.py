@@ -2,8 +2,6 @@
 hub.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -15,8 +15,6 @@ Orbax, which a mesh reads faster:
     checkpoints/0/params               the parameters
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

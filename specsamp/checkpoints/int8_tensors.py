@@ -5,8 +5,6 @@ In the file of a pair a weight is two tensors, values and scales. Matrices of a 
 quantised in blocks, without a float copy of a whole matrix.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A tensor is stored as two, ``NAME_blocks`` and ``NAME_scales``; it is read by th
 blocks. Formats e2m1 and e8m0 of the Open Compute Project's microscaling formats 1.0.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Writes and reads Orbax checkpoints of training runs and of converted public checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks the shapes of a tree of parameters, and computes a digest of its values."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

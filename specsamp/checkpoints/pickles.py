@@ -6,8 +6,6 @@ dictionaries, numbers and strings, and call a single function, which records the
 tensor. Every other name is refused before it is used.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -10,8 +10,6 @@ token i is the target's ``i + d2t[i]``. An MTP module is in the checkpoint of it
 target's name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -2,8 +2,6 @@
 need no download.
 """
 
-from __future__ import annotations
-
 import pathlib
 
 from specsamp import storage

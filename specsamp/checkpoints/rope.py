@@ -1,7 +1,5 @@
 """Reads the rotary positions of a config.json as fields of a `TransformerConfig`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A file holds the length of its header, a JSON header and the bytes of all tensor
 safetensors reads only local files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

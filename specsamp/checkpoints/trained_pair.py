@@ -14,8 +14,6 @@
 Pairs of public checkpoints are read by public_pair.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

@@ -6,8 +6,6 @@ tokenizer and "Ġthe" of a byte-level tokenizer are both " the". Special tokens 
 the two end-of-text tokens are matched.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ and stale slots are masked. On a mesh, each data shard handles its own rows, so 
 travels between shards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 and counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

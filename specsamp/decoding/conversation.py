@@ -5,8 +5,6 @@ for chunk in chat.stream([{"role": "user", "content": "Why is the sky blue?"}]):
     print(chunk.text, end="")
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Unpack

@@ -4,8 +4,6 @@ Rows are independent, so each shard runs its own loop. All shards end in the sam
 compiler may emit collectives over all devices, which hang unless all devices run the same rounds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

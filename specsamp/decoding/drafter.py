@@ -17,8 +17,6 @@ target's cache, and gives `commit` the output of that path; a drafter with a cac
 same rows (`LanguageModel.compact`). `specsamp.decoding.trees.grow` draws trees level by level.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Hashable

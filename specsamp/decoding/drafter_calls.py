@@ -8,8 +8,6 @@ alone decide. Whether tokens were drawn from the distributions that are returned
 here: `audit.py` measures it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

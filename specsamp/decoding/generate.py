@@ -10,8 +10,6 @@ compiled once for each pair of buckets, number of prompts and samples, drafter, 
 disk between processes (`specsamp.compilation_cache`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence
 from typing import Unpack

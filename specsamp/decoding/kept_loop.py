@@ -6,8 +6,6 @@ longer than decoding a text. Here the key of a program comes from its inputs: th
 shapes, the source files, JAX, and the CPU.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

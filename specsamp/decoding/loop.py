@@ -25,8 +25,6 @@ place; the branches of a `lax.switch` would copy the caches. A round of width K 
 round of fixed length K.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Requests: prompts as token ids, budgets, seeds and stops, checked before anything is compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ Programs are tested in isolation; the completions of a pair's prompts must parse
 the budget.
 """
 
-from __future__ import annotations
-
 import ast
 import codeop
 import enum

@@ -5,8 +5,6 @@ All methods get the same requests. A block of problems is decoded with every met
 block begins, so that drifts of the machine's speed favour no method.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -8,8 +8,6 @@ norms or offsets taken for ids leave little of the acceptance. Other ways to rea
 compared on the same texts, after every position.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ own memory for the word with ctypes, or skip its tests with a trace function. Th
 wrong, but the isolation holds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

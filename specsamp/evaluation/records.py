@@ -2,8 +2,6 @@
 Parquet.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import io

@@ -5,8 +5,6 @@ A task is a function that reads its problems and a function that scores completi
 `specsamp.evaluation.tasks` lists them.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 line here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

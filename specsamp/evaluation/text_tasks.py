@@ -2,8 +2,6 @@
 GSM8K and XSum.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -8,8 +8,6 @@
 All processes run the same program. When a process dies, all other processes end with a message.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -16,8 +16,6 @@ examples, the catalogue has the sizes with a default topology in xpk, and v4-384
 MaxText runs on.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -18,8 +18,6 @@ devices of a box stand in the order of a ring of neighbours. Where all axes of a
 they stand in row-major order, which the compiler needs to gather along several axes.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

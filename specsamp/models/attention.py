@@ -5,8 +5,6 @@ the output ``[N, H, D]``. With any other order the TPU compiler rearranges weigh
 uses them at different T. On CPUs the order is different, see `specsamp.models.cpu_weights`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar

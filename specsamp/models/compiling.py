@@ -6,8 +6,6 @@ products that contract the last axis of both sides, Eigen is several times *slow
 in the weight order of CPUs use it.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -12,8 +12,6 @@ in blocks (`Int8Blocks`), the float32 values stay in the CPU's cache, and a quar
 read from memory.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

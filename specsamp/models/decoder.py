@@ -4,8 +4,6 @@ Layers are unrolled, each with its own cache arrays; stacked weights under `lax.
 layer by layer. Names of parameters are those of checkpoints: they follow from the names below.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import flax.linen as nn

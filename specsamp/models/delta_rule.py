@@ -14,8 +14,6 @@ outputs within a chunk follow from the state before the chunk and the inputs sin
 matrices: nothing is computed token by token.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

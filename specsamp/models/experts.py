@@ -16,8 +16,6 @@ Over a mesh each device has a part of the width of each expert, or whole experts
 over the devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -7,8 +7,6 @@ the machine's C++ compiler and keep it in the folder of compiled programs; `gene
 it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

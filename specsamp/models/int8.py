@@ -8,8 +8,6 @@ bfloat16 represents all int8 numbers exactly. In a tied embedding, a row is a ch
 lookup and for a logit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

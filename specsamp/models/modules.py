@@ -2,8 +2,6 @@
 layer.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

@@ -6,8 +6,6 @@ token (over-encoding, Huang et al., arXiv 2501.16975). N-grams with the same has
 table.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -10,8 +10,6 @@ distance: the D^2 matrices of all layers are not read for each token. The table 
 slice of its scores on the whole table, and no keys are gathered.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

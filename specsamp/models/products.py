@@ -7,8 +7,6 @@ bfloat16 on some backends. Neither uses matrix units: on a CPU with such units a
 nine times as long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

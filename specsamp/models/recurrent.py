@@ -9,8 +9,6 @@ tokens before the last call. So a call reads one state and writes one, whatever 
 The inputs are those of the short convolution that comes before the rule. It is computed again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Self
 

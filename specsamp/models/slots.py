@@ -8,8 +8,6 @@ Up to `MAX_UNROLLED_ROWS` rows are handled one by one, more rows by ``vmap``: on
 a gather is a loop over rows and heads.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Computes attention masks over the slots of a cache, and the distances of slots."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

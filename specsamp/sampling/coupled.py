@@ -11,8 +11,6 @@ In a token tree, the children of a row are the top-k of its log-probabilities pl
 their position; the target's choice is accepted if it is among them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

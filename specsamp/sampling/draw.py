@@ -8,8 +8,6 @@ measures both). Gumbel noise needs a random number per token of the vocabulary, 
 rule uses it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -31,8 +31,6 @@ one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is Non
 1``.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 

@@ -15,8 +15,6 @@ measures it). The coupled rule needs exactly this reuse, has no other noise, and
 prompt, sample, position).
 """
 
-from __future__ import annotations
-
 import enum
 
 import jax

@@ -6,8 +6,6 @@ probability. The emitted tokens follow no model's distribution: ``exact`` is fal
 has this `LABEL`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

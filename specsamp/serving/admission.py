@@ -1,7 +1,5 @@
 """Gives the rows of a batch to requests, and takes rows back: size, admission and preemption."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from specsamp.serving.prefill import Prefill

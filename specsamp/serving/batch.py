@@ -11,8 +11,6 @@ the size, `Prefill` the chunks of their prompts, `Admission` gives rows to reque
 has the arrays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 

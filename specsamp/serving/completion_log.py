@@ -1,7 +1,5 @@
 """A file of completions, a line of JSON each, with which a killed run resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -6,8 +6,6 @@ web_server.py runs it under uvicorn. The library starlette is required. When a c
 its slots are free after the step; a slow reader delays no slot.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Turns the requests of callers into requests of the engine of a service."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import weakref

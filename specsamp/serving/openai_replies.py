@@ -2,8 +2,6 @@
 and usage.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

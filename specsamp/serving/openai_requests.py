@@ -6,8 +6,6 @@ that is null counts as left out, because clients send back the messages of earli
 nulls for example for the refusal.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping

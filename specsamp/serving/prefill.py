@@ -5,8 +5,6 @@ steps of decoding, so that a long prompt delays running texts by two chunks at m
 the slots of a row already hold is copied instead of read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 applies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

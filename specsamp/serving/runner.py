@@ -4,8 +4,6 @@ The memory of a batch is that of its rows, of the rows whose prompts are being r
 sizes during a change of size.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The request of a caller, of one type for `generate_many`, `Service` and the endpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ A request that needs more than the log-probabilities of its own tokens is read o
 end, in chunks between steps. So the loop keeps no distributions, and other requests have no cost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence

@@ -15,8 +15,6 @@ broadcasts new and cancelled requests, so that all batches make the same decisio
 may have occurred in one process alone ends the service.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

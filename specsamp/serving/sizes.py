@@ -6,8 +6,6 @@ whole context. Rows per data shard and slots are powers of two. Decoding continu
 size while another one is compiled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

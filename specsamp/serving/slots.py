@@ -1,7 +1,5 @@
 """Records which request each row of a batch decodes, and which tokens its slots hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from specsamp.decoding.engine import count_known

@@ -1,7 +1,5 @@
 """Counts the work of a server since its start, for Prometheus, whose library must be installed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

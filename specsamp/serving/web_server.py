@@ -2,8 +2,6 @@
 texts on a signal.
 """
 
-from __future__ import annotations
-
 import collections
 import socket
 

@@ -12,8 +12,6 @@ DFlash has decay = exp(-1/4), as DSpark. D-PACE weighs each block by its own acc
 token's weight is the probability that the draft reaches it and is longer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, ClassVar

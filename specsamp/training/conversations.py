@@ -2,8 +2,6 @@
 used.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

@@ -5,8 +5,6 @@ Everything here is a function of the files, the seed and the step, so a resumed 
 but its step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import hashlib

@@ -8,8 +8,6 @@ the UCI repository's "Optical Recognition of Handwritten Digits" (E. Alpaydin an
 CC BY 4.0). A sequence is the class, then the pixels row by row.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

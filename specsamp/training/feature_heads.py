@@ -21,8 +21,6 @@ renormalised over it, and positions whose likeliest token is outside are left ou
 acceptance of each step is always under the whole ``q``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

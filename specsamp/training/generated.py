@@ -2,8 +2,6 @@
 2310.08461).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

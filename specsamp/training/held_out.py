@@ -1,7 +1,5 @@
 """Measures a model on held-out text: its loss and, of a draft, how much its target would accept."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -13,8 +13,6 @@ exit l + 1: final norm and output applied to the stream behind layer l. The curr
 is 1 for the layers that are read at step t; the last layer is read at every step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -13,8 +13,6 @@ the target and Q for the draft:
                       the package speculators: KL learns fast at first, TV is the final aim
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

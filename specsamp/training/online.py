@@ -10,8 +10,6 @@ trained on a text depends on the noise of this text, which must not verify its p
 once; a `Service` takes seeds of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ policy with any draft; a constant draft is accepted less and less, unlike a draf
 the texts (online speculative decoding, arXiv 2310.07177).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The folder of a training run: its configuration, tokenizer, corpus, metrics and checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import io

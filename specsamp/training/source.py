@@ -9,8 +9,6 @@ A public target of billions of parameters is never whole on one device: each dev
 when the parameters are first used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ the target. With a divergence the target is also pulled towards distributions th
 follow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

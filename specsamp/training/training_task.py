@@ -3,8 +3,6 @@
 A task is static and hashable, as models are; parameters and tokens are arguments of its methods.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from typing import Any

@@ -4,8 +4,6 @@ A round takes K calls of one position. The state is the target's hidden state be
 of the text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

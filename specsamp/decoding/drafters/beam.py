@@ -14,8 +14,6 @@ Hypotheses change places at every token. Their caches stay in place, since movin
 them at every token; instead, each call reads all tokens of its hypothesis again, at most K.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

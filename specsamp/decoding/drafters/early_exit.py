@@ -11,8 +11,6 @@ see only the keys and values of scoring calls, and no slot is missing after a fu
 same weights: (K+1) E + (L-E) layers instead of K E + L.)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A draft language model proposes K tokens, one call each."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

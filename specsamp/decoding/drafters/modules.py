@@ -9,8 +9,6 @@ positions, and draws a token after each. Fewer drafted tokens save no module, an
 pause: its cache would have holes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

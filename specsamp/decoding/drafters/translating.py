@@ -19,8 +19,6 @@ ids once more. The length of the draft's text follows from the length of the tar
 table in the state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

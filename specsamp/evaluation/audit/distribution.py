@@ -23,8 +23,6 @@ a flat distribution, and errors that begin at the third token.
 `specsamp.evaluation.audit.round_evidence` tests acceptance and residual.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

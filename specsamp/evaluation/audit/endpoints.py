@@ -10,8 +10,6 @@ temperature 1 without top-p. Cells have a probability of at least 0.01; the othe
 one cell.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses

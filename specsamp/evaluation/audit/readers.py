@@ -5,8 +5,6 @@ The package's drafters are registered. For other drafters the audit leaves out c
 class is registered: ``reader.register(MyDrafter, lambda drafter: Reader(model=drafter.model))``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -29,8 +29,6 @@ If the event's frequency is off by e per token, d stays below ``N e - sqrt(N log
 detectable error: `Evidence.error_seen`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -2,8 +2,6 @@
 a fault.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -9,8 +9,6 @@ the thresholds of a warp: rounding may put the token, or the target's choice, in
 nucleus.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
