@@ -187,7 +187,7 @@ def decode_blocks(
             key = {"method": name, "block": block}
             if from_first(lambda: results.find(key) is not None):
                 continue
-            where, all_of_them = f"{name}, block {block}", len(problems) * requests.samples
+            where = f"{name}, block {block}"
             result = decode_and_score(
                 pairs[name],
                 task,
@@ -195,7 +195,7 @@ def decode_blocks(
                 methods[name],
                 requests,
                 functools.partial(open_log, name, block, results.document["identity"]["weights"]),
-                lambda done: say(f"{where}: {done} of {all_of_them} completions"),
+                lambda done: say(f"{where}: {done} completions of {len(problems)} problems"),
             )
             cell = report.as_json({"key": key, "method": repr(methods[name]), "result": result})
             results.document["cells"].append(cell)

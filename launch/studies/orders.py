@@ -51,6 +51,9 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
     say("compiling")
     compile_all(service)
     service.start()
+    say("preempting for the first time")
+    service.batch.scheduler.order = ORDERS["shortest known"]()
+    serve(service, make_requests(KINDS["short and long"], 16), np.arange(16) / 20)
     runs = []
     for kind, budgets in KINDS.items():
         requests = make_requests(budgets, count)

@@ -116,11 +116,11 @@ class Batch:
         self._ended = self._rounds_of_ended = 0  # finished texts and their rounds
 
     def compile(self) -> None:
-        """Compiles the smallest size; others are compiled during decoding."""
+        """Compiles the smallest size and all rows; others are compiled during decoding."""
         self.runner.with_slots(self.sizes.all[0].slots)  # once, before two threads read it
         # On a mesh in one order.
         is_on_mesh = self.runner.engine.pair.shards.mesh is not None
-        self.sizes.compile_smallest(threads=1 if is_on_mesh else 2)
+        self.sizes.compile_first(threads=1 if is_on_mesh else 2)
 
     def free(self) -> None:
         """Frees the memory of the caches; nothing may be decoding."""

@@ -137,14 +137,14 @@ class Service:
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
     def compile(self) -> None:
-        """Compiles the smallest size; larger ones are compiled after `start`, and on a mesh when
-        they are first needed.
+        """Compiles the smallest size and all rows; others are compiled during decoding, and on a
+        mesh when they are first needed.
         """
         self.batch.compile()
 
     def start(self) -> None:
-        """Begins to take requests, and to compile the sizes that are likely to follow."""
-        self.batch.sizes.compile_ahead()
+        """Begins to take requests, and to compile the sizes of the first ones."""
+        self.batch.sizes.begin_first()
         self._thread.start()
 
     def close(self, reason: str = "the service was closed") -> int:

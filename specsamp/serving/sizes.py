@@ -152,18 +152,24 @@ class Sizes:
         """Returns all sizes, from small to large."""
         return [Size(rows, slots) for slots in self.slots for rows in self.rows]
 
-    def compile_smallest(self, threads: int) -> None:
-        """Compiles the programs of the smallest size."""
-        smallest = self.all[0]
+    def compile_first(self, threads: int) -> None:
+        """Compiles the programs of the first requests, of one as of many."""
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(self.programs.make, (smallest, Chunks(smallest.slots))))
+            list(pool.map(self.programs.make, self._first_programs()))
 
-    def compile_ahead(self) -> None:
-        """Begins to compile the size that many first requests need, all rows, and the way back."""
-        first, full = self.all[0], Size(self.rows[-1], self.slots[0])
-        if full != first:
-            self._begin(first, full)
-            self.programs.begin(Resize(full, first))
+    def begin_first(self) -> None:
+        """Begins to compile the programs of the first requests, and the way back to fewer rows."""
+        *_, grown = programs = self._first_programs()
+        for program in programs:
+            self.programs.begin(program)
+        if isinstance(grown, Resize):
+            self.programs.begin(Resize(grown.new, grown.old))
+
+    def _first_programs(self) -> list[Hashable]:
+        """Returns those of the smallest size, and of all rows with as many slots."""
+        smallest, full = self.all[0], Size(self.rows[-1], self.slots[0])
+        programs = [smallest, Chunks(smallest.slots)]
+        return programs if full == smallest else [*programs, full, Resize(smallest, full)]
 
     def slots_for(self, entry: Entry) -> int:
         """Returns the fewest slots in which a request can be decoded for another step."""

@@ -155,6 +155,43 @@ def test_calls_after_rejections_equal_one_call():
     assert error_of_calls() < 1e-4
 
 
+def errors_of_long_text(length, read=512, kept=2):
+    """Returns each token's largest difference of logits between calls whose last token is wrong and
+    then removed, and prompt calls of ``read`` tokens.
+    """
+    text_BT = jnp.asarray(np.random.default_rng(0).integers(0, V, size=(1, length)))
+    slots, params = length + read, weights(5)
+
+    def read_prompt(cache, tokens_BT, start):
+        lengths_B = (start + read)[None]
+        output = MODEL(params, tokens_BT, start[None], cache, lengths_B=lengths_B)
+        return output.cache, output.logits_BTV
+
+    def decode_round(cache, tokens_BT, start):
+        fed_BT = jnp.concatenate([tokens_BT, 1 - tokens_BT[:, -1:]], axis=1)
+        output = MODEL(params, fed_BT, start[None], cache)
+        return output.cache, output.logits_BTV[:, :-1]
+
+    def scan(call, step, stop):
+        def body(cache, start):
+            tokens_BT = jax.lax.dynamic_slice_in_dim(text_BT, start, step, axis=1)
+            return call(cache, tokens_BT, start)
+
+        starts = jnp.arange(0, stop, step)
+        _, logits = jax.jit(lambda: jax.lax.scan(body, MODEL.init_cache(1, slots), starts))()
+        return np.asarray(logits).reshape(-1, V)
+
+    by_prompt = scan(read_prompt, read, length)
+    by_rounds = scan(decode_round, kept, length)
+    return np.abs(by_prompt[: len(by_rounds)] - by_rounds).max(axis=-1)
+
+
+@pytest.mark.slow
+def test_errors_of_rejections_do_not_grow_over_10000_tokens():
+    errors = errors_of_long_text(20 * 512)
+    assert errors[-1000:].max() < 2 * errors[:1000].max() < 2e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, mutant", [(n, each) for n in MUTANTS for each in MUTANTS[n]])
 def test_a_mistake_in_the_recurrent_cache_moves_logits(name, mutant, monkeypatch):

@@ -16,7 +16,7 @@ SHAPE = RecurrentConfig(
     num_key_heads=1, num_value_heads=2, key_size=4, value_size=6, attention_layers=(1,)
 )
 CONFIG = hybrid(recurrent=SHAPE)
-LENGTH, ROWS = 85, 200
+LENGTH, ROWS = 85, 1000
 
 
 def token_by_token(state, q, k, v, g, beta):

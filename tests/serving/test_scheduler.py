@@ -180,7 +180,7 @@ def test_needed_programs_are_compiled_before_likely_ones():
     made, is_open = [], threading.Event()
     programs = Background(lambda one: (is_open.wait(60), made.append(one)), in_thread=True)
     sizes, first = sizes_of(programs), Size(1, 32)
-    sizes.compile_ahead()
+    sizes.begin_first()
     assert sizes.choose(first, [entry(budget=200)], []) == first
     needed = Size(4, 32)
     assert sizes.choose(first, [entry(budget=200)], [entry() for _ in range(3)]) == first
