@@ -282,7 +282,7 @@ def learning(document: Document) -> Table:
 
 def domains(*documents: Document) -> Table:
     """Returns the acceptance of the first drafted token, tokens per round, and speedup of each
-    method by domain; of evaluations whose blocks are domains.
+    exact method by domain; of evaluations whose blocks are domains.
     """
     rows: dict[str, dict[str, str]] = {}
     for document in documents:
@@ -291,7 +291,7 @@ def domains(*documents: Document) -> Table:
             of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == domain]
             row = rows.setdefault(domain, {"domain": domain})
             for one in as_json(tabulate(of_domain, "plain")):
-                if one["counts"]["drafted"]:
+                if one["counts"]["drafted"] and one["exact"]:
                     drafter = one["name"].split(", ")[1]
                     row[f"{drafter}, T = {temperature:g}"] = (
                         f"{one['counts']['by_position'][0]:.2f}; "
@@ -322,7 +322,7 @@ STUDY = Study(
         ),
         "compiled": Published([f"compile_{name}" for name in COMPILED], compiled),
         "learning": Published(["smollm2_head"], learning),
-        "domains": Published(["smollm2_domains_greedy"], domains),
+        "domains": Published(["smollm2_domains_greedy", "smollm2_domains"], domains),
         "pair": Published(["pair"], trained),
         "grid": Published(
             ["python_pair_grid"],
