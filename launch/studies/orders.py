@@ -8,6 +8,7 @@ before its budget. In the first kind of requests three in four have an eighth of
 others; in the second all budgets are alike, so that no order can gain.
 """
 
+import collections
 import itertools
 import threading
 import time
@@ -47,6 +48,7 @@ ORDERS = {
 def measure(options: Any, say: Say) -> dict[str, Any]:
     """Serves the same requests in each order, at each load."""
     count = validate.integer("--requests", options.requests, 1)
+    validate.integer("--trials", options.trials, 1)
     service = make_service(count)
     say("compiling")
     compile_all(service)
@@ -63,11 +65,13 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
         start = time.monotonic()
         serve(service, requests, [0.0] * count)
         speed = tokens / (time.monotonic() - start)
-        for load, (name, make) in itertools.product(LOADS, ORDERS.items()):
-            say(f"{kind}, load {load}, {name}")
+        for load, trial, (name, make) in itertools.product(
+            LOADS, range(options.trials), ORDERS.items()
+        ):
+            say(f"{kind}, load {load}, trial {trial + 1}, {name}")
             service.batch.scheduler.order = make()
             preempted = service.batch.admission.preempted
-            gaps = np.random.default_rng(1).exponential(tokens / count / (load * speed), count)
+            gaps = np.random.default_rng(trial).exponential(tokens / count / (load * speed), count)
             seconds = serve(service, requests, np.cumsum(gaps))
             each = 1e3 * seconds / [request.max_new_tokens for request in requests]
             runs.append(
@@ -140,29 +144,38 @@ def serve(
 
 
 def orders(document: Document) -> Table:
-    """Returns the times of each order, by load."""
-    rows = [
-        (
-            run["kind"],
-            f"{run['load']:g}",
-            run["order"],
-            f"{run['ms_per_token']['mean']:.1f}",
-            f"{run['ms_per_token']['p90']:.1f}",
-            f"{run['longest_seconds']:.1f}",
-            f"{run['preempted']}",
+    """Returns medians over the trials of each order, by load, with the least and the most."""
+    trials = collections.defaultdict(list)
+    for run in document["runs"]:
+        trials[run["kind"], run["load"], run["order"]].append(run)
+    rows = []
+    for (kind, load, order), runs in trials.items():
+        means = [run["ms_per_token"]["mean"] for run in runs]
+        tails = [run["ms_per_token"]["p90"] for run in runs]
+        longest = [run["longest_seconds"] for run in runs]
+        firsts = [run["ms_per_token"]["mean"] for run in trials[kind, load, "first come"]]
+        shares = [mean / first for mean, first in zip(means, firsts)]
+        rows.append(
+            {
+                "requests": kind,
+                "load": f"{load:g}",
+                "order": order,
+                "ms per token": f"{np.median(means):.0f} ({min(means):.0f} to {max(means):.0f})",
+                "of first come": f"{np.median(shares):.2f}",
+                "p90": f"{np.median(tails):.0f}",
+                "longest, s": f"{np.median(longest):.1f}",
+                "preempted": f"{np.median([run['preempted'] for run in runs]):.0f}",
+            }
         )
-        for run in document["runs"]
-    ]
-    return Table(
-        title="Orders of requests",
-        header=("requests", "load", "order", "ms per token", "p90", "longest, s", "preempted"),
-        rows=rows,
-    )
+    return Table.of("Orders of requests", rows)
 
 
 STUDY = Study(
     question="When does a service gain by decoding the shortest text first?",
     measure=measure,
-    options={"requests": (120, "Number of requests in each run.")},
+    options={
+        "requests": (80, "Number of requests in each trial."),
+        "trials": (5, "Number of trials of each order, each with other moments of arrival."),
+    },
     tables={"orders": Published(["python_pair_orders"], orders)},
 )

@@ -44,4 +44,4 @@ def test_numbers_below_one_are_refused():
     with pytest.raises(ValueError, match="--clients=0: give numbers from 1 on"):
         serving.prepare(types.SimpleNamespace(clients=["0"]))
     with pytest.raises(ValueError, match="--requests must be .*got 0"):
-        orders.measure(types.SimpleNamespace(requests=0), print)
+        orders.measure(types.SimpleNamespace(requests=0, trials=1), print)

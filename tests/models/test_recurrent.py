@@ -1,6 +1,7 @@
 """Recurrent layers: no split into calls and no rejection changes their states."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from specsamp.models.config import RecurrentConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
-from specsamp.models.recurrent import REWIND, RecurrentCache, mix
+from specsamp.models.recurrent import HELD, REWIND, RecurrentCache, mix
 from support.hybrids import hybrid
 
 SHAPE = RecurrentConfig(
@@ -87,3 +88,12 @@ def test_states_after_random_rejections_are_bit_equal():
     states = np.asarray(cache.state_BNKV)
     assert np.all(states == states[:1])
     assert np.abs(states[0]).max() > 0.1
+
+
+def test_long_prompt_is_scanned_by_chunks():
+    inputs = jnp.zeros((1, SHAPE.num_key_heads, 2048, SHAPE.input_size))
+    cache, at_B = RecurrentCache.empty(1, SHAPE, jnp.float32), jnp.zeros(1, jnp.int32)
+    program = str(jax.make_jaxpr(layer())(inputs, at_B, cache, jnp.array([2048])))
+    steps = [int(length) for length in re.findall(r"\blength=(\d+)", program)]
+    assert 2048 // CHUNK <= max(steps) <= (2048 + HELD) // CHUNK
+    assert "while[" not in program
