@@ -30,6 +30,27 @@ def test_requests_are_timed_from_their_arrival():
     assert seconds.shape == (2,) and (seconds > 0).all()
 
 
+def test_orders_are_compared_trial_by_trial():
+    runs = [
+        {
+            "kind": "alike",
+            "load": 0.5,
+            "order": order,
+            "ms_per_token": {"mean": mean, "p90": 2 * mean},
+            "longest_seconds": 1.0,
+            "preempted": 0,
+        }
+        for order, mean in [
+            ("first come", 10),
+            ("shortest", 5),
+            ("first come", 40),
+            ("shortest", 40),
+        ]
+    ]
+    _, shortest = orders.orders({"runs": runs}).rows
+    assert shortest == ("alike", "0.5", "shortest", "22 (5 to 40)", "0.75", "45", "1.0", "0")
+
+
 def test_failed_request_ends_the_study_of_orders():
     service = make_service()
     service.start()
