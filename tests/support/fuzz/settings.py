@@ -134,7 +134,7 @@ SETTINGS = [
     Setting("queue", "choices", slots=256),
     Setting("queue", "parallel", adapts=True),
     Setting("batch", "beam"),
-    Setting("queue", "DFlash"),
+    Setting("queue", "DFlash 2"),
     Setting("queue", "model tree", TREES),
     Setting("queue", "model", shards=2),
     Setting("log", "model"),
@@ -153,3 +153,6 @@ SETTINGS = [
     Setting("batch", "DSpark"),
     Setting("stream", "bytes"),
 ]
+
+# A setting of another kind would fail only once a stream is drawn for it.
+assert {setting.kind for setting in SETTINGS} <= KINDS.keys()
