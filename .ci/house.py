@@ -10,6 +10,7 @@ import jax
 
 from launch.lib import page
 from specsamp import Drafter, NgramDrafter, generate
+from support import durations
 from support.fakes import counting_pair
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -70,6 +71,12 @@ def tracked_bytes():
     return sum(weights.values()), max(sizes[name] for name in sizes.keys() - weights)
 
 
+def quick_seconds():
+    """Returns the recorded seconds of all quick tests together."""
+    tests = [test for file in durations.read().values() for test in file.items()]
+    return sum(seconds for name, seconds in tests if not name.endswith(", slow"))
+
+
 def main():
     tables, words, longest, per_sentence = results_sizes()
     weights, largest = tracked_bytes()
@@ -83,6 +90,7 @@ def main():
         ("frames from generate to its loop", frames_before_the_loop(), 4),
         ("modules that decoding.loop imports", modules_with("specsamp.decoding.loop"), 21),
         ("modules that decoding.generate imports", modules_with("specsamp.decoding.generate"), 32),
+        ("seconds of the quick tests on a core", quick_seconds(), 24 * 60),
         ("bytes of tracked weights", weights, 66_000_000),
         ("bytes of the largest other file", largest, 1_000_000),
     ]

@@ -95,6 +95,7 @@ def _check_unicode(text: str) -> str:
 
 
 UnicodeText = Annotated[str, AfterValidator(_check_unicode)]
+MaybeText = Annotated[UnicodeText | None, Field(description="a text of valid Unicode")]
 StopText = Annotated[UnicodeText, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1)]
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -191,14 +192,14 @@ class Message(_Fields):
     content: UnicodeText | Annotated[list[Part], Field(min_length=1)] = Field(
         description="a text of valid Unicode, or a list of parts of the type text"
     )
-    name: UnicodeText | None = Field(None, description="a text of valid Unicode")
-    reasoning_content: UnicodeText | None = Field(None, description="a text of valid Unicode")
-    reasoning: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    name: MaybeText = None
+    reasoning_content: MaybeText = None
+    reasoning: MaybeText = None
     tool_calls: list[Call] = Field([], description="calls as an answer has them")
     tool_call_id: UnicodeText | None = Field(
         None, description="the id of the call that this message answers"
     )
-    refusal: UnicodeText | None = Field(None, exclude=True, description="a text of valid Unicode")
+    refusal: MaybeText = Field(None, exclude=True)
     annotations: Any = _ignored()
     parsed: Any = _ignored()
 
@@ -233,7 +234,7 @@ class ResponseFormat(_Fields):
     json_schema: dict[str, Any] | None = Field(
         None, description="an object with the JSON schema as its schema"
     )
-    pattern: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    pattern: MaybeText = None
 
     @property
     def grammar(self) -> tuple[str, Any] | None:
@@ -250,7 +251,7 @@ class GenerationRequest(_Fields):
     ``log_probs``.
     """
 
-    model: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    model: MaybeText = None
     n: int = _integer(1, 1, MAX_SAMPLES)
     stop_token_ids: list[int] = Field(
         [], max_length=MAX_STOP_IDS, description=f"a list of at most {MAX_STOP_IDS} token ids"
@@ -419,15 +420,15 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(_Fields):
     """Holds a request to `/tokenize`: a prompt, or the messages of a chat."""
 
-    model: UnicodeText | None = Field(None, description="a text of valid Unicode")
-    prompt: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    model: MaybeText = None
+    prompt: MaybeText = None
     messages: list[Message] | None = Field(
         None, min_length=1, description="a list of messages, at least one"
     )
 
 
 class DetokenizeRequest(_Fields):
-    model: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    model: MaybeText = None
     tokens: Tokens = Field(description="a list of token ids")
 
 

@@ -1,7 +1,6 @@
 """The benchmark's arithmetic and its file; never its times."""
 
 import dataclasses
-import io
 import json
 import math
 
@@ -172,17 +171,3 @@ WIDE = report.Table(
     rows=[("greedy", "1", "", "x" * 30), ("sampled", "2", "3", "4")],
     note="a note",
 )
-
-
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("width", [30, 120])
-def test_cells_fold_where_a_table_is_too_wide(plain, width):
-    """Nothing is cut."""
-    from rich.console import Console
-
-    console = Console(width=width, file=io.StringIO())
-    report.print_tables([WIDE], console, plain)
-    text = console.file.getvalue()
-    assert text.count("x") == 30 and "a note" in text
-    assert max(map(len, text.splitlines())) <= width
-    assert any(line.split() == ["sampled", "2", "3", "4"] for line in text.splitlines())

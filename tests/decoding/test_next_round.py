@@ -13,7 +13,6 @@ import pytest
 
 from specsamp import (
     Adaptive,
-    Conversation,
     FeatureDrafter,
     Method,
     ModuleDrafter,
@@ -198,26 +197,6 @@ KINDS = [kind for kind in DRAFTERS if kind not in LEFT_OUT]
 def test_next_round_equals_a_text_read_anew(kind):
     """Covers pauses, turns, copies of running and finished rows, shorter drafts and resizing."""
     decode_session(Batch(*DRAFTERS[kind]()))
-
-
-# One of each way to keep a state; further drafters: the test above.
-TURNS = "parallel", "tokenizer", "EAGLE-3", "model tree"
-
-
-@pytest.mark.parametrize("kind", slow_but(TURNS, "parallel"))
-def test_conversation_turns_equal_whole_texts(kind):
-    """Acceptance does not depend on the noise, so that a different draft changes the text."""
-    pair, drafter, *_ = DRAFTERS[kind]()
-    options = dict(
-        drafter=drafter, rule=AcceptsByLength(), sampling=SAMPLING, max_tokens=SLOTS // 2
-    )
-    chat, text = Conversation(pair, **options), [3, 1, 4]
-    for removed, added in ((0, [1, 5, 9]), (0, [2]), (6, [6, 5]), (2, [3, 5])):
-        for each in (chat, whole := Conversation(pair, **options)):
-            list(each.stream(text, 17))
-        assert chat.tokens == whole.tokens and chat.stats == whole.stats
-        text = chat.tokens[: len(chat.tokens) - removed] + added
-    assert chat.tokens_read < 12
 
 
 class SeesMasks(ParallelDrafter):

@@ -1,6 +1,6 @@
 """Token-by-token equality on table models, whose logits do not depend on how they were computed.
 
-Texts of transformers are compared in test_layouts.py and test_early_exit.py.
+Texts of transformers are compared in test_early_exit.py.
 """
 
 import numpy as np

@@ -14,7 +14,7 @@ import pytest
 from specsamp.evaluation.audit import Status
 from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 from support.extras import slow_but
-from support.run_script import call, refuse
+from support.run_script import call
 
 PAIRS = ("aa", "ab", "ac", "ba", "bb", "bc")
 PROBS = np.array([0.3, 0.2, 0.1, 0.2, 0.15, 0.05])
@@ -117,16 +117,3 @@ def test_endpoint_audit_reports_and_fails_for_bias(tmp_path):
     assert found.returncode == 1 and "failed" in found.stdout and plain in found.stdout
     assert sound.returncode == 0, sound.stderr
     assert json.loads((tmp_path / "audit.json").read_text())["request"] == {"temperature": 1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--reference=http://x/v1"], "--reference has no effect: it goes with --engine"),
-        (["--engine=http://x/v1"], "--engine needs --prompts"),
-        (["--engine=http://x/v1", "--request=[1]"], "--request=[1] must be a JSON object"),
-        (["--engine=http://x/v1", "--rows=3"], "--rows has no effect"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(arguments, message):
-    assert message in refuse("audit", *arguments)

@@ -58,7 +58,12 @@ def test_a_sweep_is_measured_and_gathered(tmp_path):
     (swept := tmp_path / "swept.py").write_text(SWEPT)
     output = tmp_path / "sweep.json"
     succeed("benchmark", "--sweep", f"--config={swept}", f"--output={output}", "--plain")
-    assert [cell["key"]["draft_length"] for cell in read_cells(output)] == [0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep.json", "swept.py"]
+    document = result(output)
+    assert [cell["key"]["draft_length"] for cell in document["cells"]] == [0]
+    assert document["command"].startswith("python launch/benchmark.py --sweep --config=")
+    assert document["identity"]["random_weights"]
+    assert document["environment"].keys() >= {"date", "python", "jax", "device_kind", "cores"}
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
     assert (
         gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")

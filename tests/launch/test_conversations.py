@@ -10,7 +10,7 @@ import pytest
 from launch.studies import conversations as study
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.training.data import read_corpus
-from support.run_script import call, read_cells, refuse, save_public_target, succeed
+from support.run_script import call, read_cells, save_public_target, succeed
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +100,3 @@ def test_test_prompts_are_searched_turn_by_turn():
     assert parts[0] == ("1", ("one", "two", "three", "four", "five"))
     assert parts[1] == ("2", tuple("请解释量子力学"))
     assert parts[2:] == [("3", ("a", "b") * 6 + ("a",)), ("3", ("b", "a") * 6 + ("b",))]
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (
-            ("--config=configs/random_pair.py:tiny", "--conversations=9"),
-            "conversations need a target with a tokenizer and a chat template",
-        ),
-        ((), "give --prompts=FILE, or --conversations=TOKENS, and not both"),
-        (("--conversations=9", "--samples=2"), "--samples has no effect: --conversations"),
-        (("--conversations=9", "--replica=0/2"), "--replica has no effect: --conversations"),
-    ],
-)
-def test_flags_that_do_not_fit_together_are_refused(flags, message, tmp_path):
-    assert message in refuse("generate", *flags, f"--output={tmp_path / 'chats'}")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 
 import jax
@@ -43,7 +42,6 @@ from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
 from support.run_script import (
     call,
-    flags_of,
     module,
     read_cells,
     refuse,
@@ -135,31 +133,6 @@ def test_the_demo_counts_its_prompts():
     done = succeed("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields)
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" not in done.stdout
-
-
-@pytest.mark.slow
-def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
-    output = tmp_path / "result.json"
-    fields = {
-        "repeats": 1,
-        "draft_length": 0,
-        "max_new_tokens": 1,
-        "prompt_length": 1,
-        "sampling.temperature": "0.0",
-    }
-    fields |= {"target.num_layers": 1, "target.positions": "rotary", "draft.positions": "rotary"}
-    with jax.disable_jit():
-        flags = f"--config={TINY}", f"--output={output}", "--plain", *flags_of(fields)
-        succeed("benchmark", *flags)
-    assert os.listdir(tmp_path) == ["result.json"]
-    document = json.loads(output.read_text())
-    assert document["command"].startswith("python launch/benchmark.py --config=")
-    (cell,) = document["cells"]
-    assert cell["workload"]["repeats"] == 1 and document["identity"]["config"]["seed"] == 0
-    assert document["identity"]["random_weights"] and cell["result"]["split"] is None
-    assert {"date", "python", "jax", "jaxlib", "flax", "specsamp", "device_kind", "cores"} <= set(
-        document["environment"]
-    )
 
 
 # Public checkpoints.

@@ -1,7 +1,5 @@
 """The studies of serving: the minutes of an endpoint, and the order of requests."""
 
-import types
-
 import numpy as np
 import pytest
 
@@ -59,10 +57,3 @@ def test_failed_request_ends_the_study_of_orders():
         orders.serve(service, [SamplingRequest(prompts=["ab"], max_new_tokens=1)], [0.0])
     service.close()
     service.join()
-
-
-def test_numbers_below_one_are_refused():
-    with pytest.raises(ValueError, match="--clients=0: give numbers from 1 on"):
-        serving.prepare(types.SimpleNamespace(clients=["0"]))
-    with pytest.raises(ValueError, match="--requests must be .*got 0"):
-        orders.measure(types.SimpleNamespace(requests=0, trials=1), print)

@@ -1,8 +1,5 @@
 """Random checkpoints of public shapes."""
 
-import types
-
-import pytest
 from etils import epath
 
 from launch.studies import streaming
@@ -24,16 +21,3 @@ def test_a_checkpoint_of_fewer_layers_has_their_windows():
     assert streaming.shortened(content, 2) == {
         "text_config": {"layer_types": ["a", "b"], "num_hidden_layers": 2}
     }
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("other", 0), "choose one of meta-llama"),
-        (("openai/gpt-oss-20b", -1), "--layers must be an integer >= 0 and below 25; got -1"),
-    ],
-)
-def test_unknown_models_and_layers_are_refused(options, message):
-    model, layers = options
-    with pytest.raises(ValueError, match=message):
-        streaming.prepare(types.SimpleNamespace(model=model, layers=layers))

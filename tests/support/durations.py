@@ -6,8 +6,6 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
 PATH = ROOT / "tests" / "durations.json"
-MOST_SECONDS = 24 * 60  # of one core, for the quick tests together
-COMMAND = "bash launch/test.sh --record_durations"
 
 
 def function_of(test_id):
