@@ -135,12 +135,13 @@ def audit_engine(console: Console) -> int:
         raise ValueError(
             f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}'
         ) from error
-    texts = [one for one in read_prompts(_PROMPTS.value) if isinstance(one, str)]
-    prompts = texts[: _DISTRIBUTION_PROMPTS.value]
+    prompts = read_prompts(_PROMPTS.value)[: _DISTRIBUTION_PROMPTS.value]
     if not prompts:
         raise ValueError(
             "--engine needs --prompts: texts after which the next tokens are uncertain"
         )
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"--prompts={_PROMPTS.value}: --engine takes texts, not conversations")
     reference = _REFERENCE.value and RemoteEngine(_REFERENCE.value, fields)
     engine = RemoteEngine(_ENGINE.value, fields if reference else {"logprobs": 0} | fields)
     with entry.progress(console, "starting") as say:

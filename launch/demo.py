@@ -11,6 +11,7 @@ Without colours (--plain, NO_COLOR, a pipe or a file), the target's own tokens a
 
 import dataclasses
 import functools
+import itertools
 import time
 
 import jax
@@ -28,6 +29,7 @@ from specsamp.analysis import tables
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.kept_loop import KeptLoop
+from specsamp.decoding.request import make_stops
 from specsamp.decoding.text import Continuation
 
 _CONFIG = ExperimentFlag("configs/trained_pair.py")
@@ -146,8 +148,10 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
         console.print(Text.assemble(*blocks))
         return
     before = work.prompts[prompt * work.batch % len(work.prompts)]
-    is_whole = tokenizer.eos_id in tokens
-    count = tokens.index(tokenizer.eos_id) + 1 if is_whole else len(tokens)
+    stops = make_stops(experiment.pair, None).ids
+    before_end = itertools.takewhile(lambda token: token not in stops, tokens)
+    count = min(len([*before_end]) + 1, len(tokens))
+    is_whole = tokens[count - 1] in stops
     written = entry.Pieces(tokenizer, before, console).add(tokens[:count], drafted[:count], True)
     end = Text(" ■ end of file" if is_whole else "", style="bold")
     shown = Text(entry.visible(Continuation(tokenizer).complete(before)), style=entry.PROMPT)

@@ -140,8 +140,13 @@ def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:
             raise ValueError(
                 f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}'
             )
-        is_message = chat and isinstance(prompt, str)
-        found[id] = [{"role": "user", "content": prompt}] if is_message else prompt
+        variables = {name: record[name] for name in record if name not in ("id", "prompt")}
+        if isinstance(prompt, list):
+            found[id] = variables
+        elif variables:
+            raise ValueError(f"{where}: a line has id and prompt; got also {', '.join(variables)}")
+        else:
+            found[id] = [{"role": "user", "content": prompt}] if chat else prompt
     return found
 
 

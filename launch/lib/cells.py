@@ -187,7 +187,8 @@ def read_prompts(path: str | None) -> list[Prompt]:
     """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), or one in
     each line.
 
-    In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``.
+    In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``,
+    with further variables of a chat template.
     In a line, \\n stands for a line break.
     """
     if not path:
@@ -199,7 +200,7 @@ def read_prompts(path: str | None) -> list[Prompt]:
             if not isinstance(listed, list):
                 raise TypeError("not a list of prompts")
             prompts = [
-                one if isinstance(one, str) else one.get("messages") or one["text"]
+                one if isinstance(one, str) or one.get("messages") else one["text"]
                 for one in listed
             ]
     else:

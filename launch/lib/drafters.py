@@ -149,7 +149,10 @@ COLLECTIVES = {"voting": VotingDrafter, "choosing": ChoosingDrafter}
 def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
     """Returns the texts of a file as token ids: rows of ids, or a text that ``tokenizer`` reads."""
     if path.endswith(".npy"):
-        return np.atleast_2d(np.load(path))
+        try:
+            return np.atleast_2d(np.load(path))
+        except EOFError as error:
+            raise ValueError(f"--config.corpus={path} is empty") from error
     if tokenizer is None:
         raise ValueError(
             f"--config.corpus={path} is a text, and the pair has no tokenizer: give ids as .npy"

@@ -5,6 +5,7 @@ FILE.py:EXPRESSION.
 import functools
 import importlib.util
 import pathlib
+import sys
 import types
 from typing import Any, TypeVar
 
@@ -47,9 +48,11 @@ def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
 @functools.cache  # equal words make equal drafters, whose programs are compiled once
 def load_module(path: pathlib.Path) -> types.ModuleType:
     """Runs a file and returns it as a module; raises ValueError if its name does not end in .py."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = str(path).replace(".", "_")  # no import has it
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise ValueError(f"{path} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module

@@ -16,7 +16,7 @@ import pickle
 import platform
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ from specsamp.models import few_rows
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # What programs are made of.
 _SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]
+# Packages of values in a loop; the versions of all but the first are part of a program's digest.
+_KNOWN = ("specsamp", "builtins", "numpy", "jax", "jaxlib", "flax", "ml_dtypes")
 _found = collections.Counter()  # events of JAX's own cache, by thread
 jax.monitoring.register_event_listener(
     lambda event, **_: _found.update([(event, threading.get_ident())])
@@ -47,12 +49,14 @@ class KeptLoop(Loop):
 
     @classmethod
     def of(cls, loop: Loop) -> Loop:
-        """Returns the loop with kept programs; without a cache on disk, without jit or on a mesh,
-        the loop itself.
+        """Returns the loop with kept programs; without a cache on disk, without jit, on a mesh, or
+        with classes from outside of the package, whose source is not known, the loop itself.
         """
         is_alone = loop.shards.mesh is None and jax.process_count() == 1
         # The repr is the same in other processes.
         is_named = not re.search(r" at 0x[0-9a-f]+>", repr(loop))
+        parts = [type(value).__module__ for value in _values_in(loop)]
+        is_named &= all(name.split(".")[0] in _KNOWN for name in parts)
         folder = find_compilation_cache()
         if (
             jax.config.jax_disable_jit
@@ -74,6 +78,20 @@ class KeptLoop(Loop):
         """Returns `Loop.program`, kept on disk."""
         jitted, options = super().program, self.target.compiler_options
         return lambda *arrays: _program(f"run {options} {self!r}", jitted.lower, arrays)(*arrays)
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """Yields a value, and all values of its fields and entries."""
+    yield value
+    inner: Iterable[Any] = ()
+    if dataclasses.is_dataclass(value):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, (tuple, list)):
+        inner = value
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    for part in inner:
+        yield from _values_in(part)
 
 
 _programs: dict[str, Callable[..., Any]] = {}  # of this process

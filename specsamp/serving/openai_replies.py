@@ -89,7 +89,7 @@ class Reply:
         """
         choice = self._choices[gained.prompt_index * self._asked.n + gained.sample_index]
         text = choice.push(gained)
-        if not (text or choice.log_probs or gained.finish):
+        if not (text or choice.log_probs or choice.marks or gained.finish):
             return None
         content = {"text": text}
         if self._asked.is_chat:

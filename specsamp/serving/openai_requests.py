@@ -399,7 +399,7 @@ class ChatRequest(GenerationRequest):
         )
         # With an id, so that references stay within a tool's schema.
         for number, one in enumerate(self.functions):
-            arguments = {"$id": f"tool:{number}", **one.parameters, "type": "object"}
+            arguments = {"$id": f"tool:{number}", **_rules_of(one.parameters), "type": "object"}
             calls.append(
                 whole | {"properties": {"name": {"const": one.name}, "arguments": arguments}}
             )
@@ -415,6 +415,28 @@ class ChatRequest(GenerationRequest):
     @property
     def tops(self) -> int:
         return self.top_logprobs
+
+
+# Of JSON schemas: what they allow does not depend on these.
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
+BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+
+
+def _rules_of(schema: Any) -> Any:
+    """Returns a JSON schema without its annotations, which can be long."""
+    if isinstance(schema, list):
+        return [_rules_of(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in BY_NAME and isinstance(value, dict):
+            found[key] = {name: _rules_of(one) for name, one in value.items()}
+        elif key in ("const", "enum"):
+            found[key] = value
+        elif key not in ANNOTATIONS:
+            found[key] = _rules_of(value)
+    return found
 
 
 class TokenizeRequest(_Fields):

@@ -22,6 +22,7 @@ def folder(tmp_path, monkeypatch):
     programs from it are not kept.
     """
     monkeypatch.setattr(kept_loop, "find_compilation_cache", lambda: str(tmp_path))
+    monkeypatch.setattr(kept_loop, "_KNOWN", (*kept_loop._KNOWN, "support"))
     monkeypatch.setattr(kept_loop, "_programs", {})
     for is_on in (False, True):
         jax.config.update("jax_enable_compilation_cache", is_on)
@@ -147,3 +148,13 @@ def test_unkeepable_program_still_runs(folder, monkeypatch):
     assert KeptLoop.of(unnamed) is unnamed
     monkeypatch.setattr(kept_loop, "find_compilation_cache", lambda: None)
     assert KeptLoop.of(loop) is loop
+
+
+class Own(NgramDrafter):
+    """A drafter whose file is none of the package's."""
+
+
+def test_loop_with_foreign_class_is_not_kept(folder):
+    loop = decoder().engine.loop
+    assert not isinstance(KeptLoop.of(dataclasses.replace(loop, drafter=Own(3))), KeptLoop)
+    assert isinstance(KeptLoop.of(dataclasses.replace(loop, drafter=NgramDrafter(3))), KeptLoop)

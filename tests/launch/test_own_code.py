@@ -10,6 +10,8 @@ from launch.lib.fields import ExperimentConfig
 from support.run_script import succeed
 
 CODE = """
+from __future__ import annotations
+
 import dataclasses
 
 import jax.numpy as jnp

@@ -67,6 +67,7 @@ def test_pods_write_the_texts_of_one_run(tmp_path, asked):
         ('{"messages": "Hi"}', 'prompt 2: write {"prompt": TEXT} or {"messages": [...]}; got'),
         ('{"id": 0, "prompt": "x"}', "prompt 2: id 0 is that of an earlier prompt"),
         ('{"id": "a", "prompt": "x"}', "prompt 2: id must be an integer >= 0"),
+        ('{"prompt": "x", "seed": 1}', "prompt 2: a line has id and prompt; got also seed"),
         ('"x"', "line 2: must be a JSON object"),
     ],
 )

@@ -78,6 +78,15 @@ def test_names_of_a_stream_are_its_text_and_offsets_are_their_places(style, star
     assert offsets == list(itertools.accumulate(map(len, names), initial=0))[:-1]
 
 
+def test_chunk_without_text_keeps_its_marks():
+    """A part of a character adds no text yet."""
+    first, *tokens = tokenizer("gpt2").encode(TEXT)
+    ends = range(1, len(tokens) + 1)
+    _, chunks = replied("gpt2", [first], tokens, ends, stream=True, mark_drafted=True)
+    assert not all(chunk["text"] for chunk in chunks)
+    assert [len(chunk["from_draft"]) for chunk in chunks] == [1] * len(tokens)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_bytes_in_a_row_are_those_of_the_text(style):
     """The text may end inside a character; a token without text has a name and no bytes."""

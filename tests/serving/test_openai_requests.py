@@ -113,8 +113,10 @@ def test_what_asks_for_nothing_is_taken():
 
 
 def test_tools_reach_the_template_and_make_a_grammar():
+    shape = {"properties": {"x": {"type": "integer"}, "title": {"enum": ["description"]}}}
+    described = {"x": {"type": "integer", "description": "a number", "default": 1}}
     function = {
-        "parameters": {"properties": {"x": {"type": "integer"}}},
+        "parameters": {"title": "Add", "properties": shape["properties"] | described},
         "name": "add",
         "description": "",
     }
@@ -131,7 +133,7 @@ def test_tools_reach_the_template_and_make_a_grammar():
     ]
     assert kinds[0] is None and kinds[1][0] == "lark" and kinds[2] == kinds[3]
     arguments = json.loads(kinds[2][1])["anyOf"][0]["properties"]["arguments"]
-    assert arguments == {"$id": "tool:0", "type": "object", **function["parameters"]}
+    assert arguments == {"$id": "tool:0", "type": "object", **shape}, "without annotations"
     (prompt,) = read(document, is_chat=True).prompts
     call["function"]["arguments"] = {"x": 1}
     del called["content"]  # a null counts as absent, as in transformers
