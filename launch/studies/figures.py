@@ -35,6 +35,7 @@ COMPILED = (
     "qwen_30b_a3b_v5e",
     "llama_8b_eagle3_v5e",
     "qwen3_5_9b_v5e",
+    "qwen3_next_v5e",
     "gpt_oss_20b_v5e",
     "gemma_27b_v5e",
     "llama_70b_v5e",
