@@ -122,14 +122,15 @@ def read_slots(cache_BMSH: Array, first_B: Array, count: int, axis: int = SLOTS_
     cache.
     """
 
-    def read(row: Array, first: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, first, count, axis)
+    def read(cache: Array, row: int, first: Array) -> Array:
+        # In one slice: XLA would copy whole rows for a slice of a row.
+        place, shape = [row] + [0] * (cache.ndim - 1), [1, *cache.shape[1:]]
+        place[axis], shape[axis] = first, count
+        return jax.lax.dynamic_slice(cache, place, shape)
 
     if len(first_B) <= MAX_UNROLLED_ROWS:
-        return jnp.concatenate(
-            [read(cache_BMSH[b : b + 1], first_B[b]) for b in range(len(first_B))]
-        )
-    return jax.vmap(lambda row, first: read(row[None], first)[0])(cache_BMSH, first_B)
+        return jnp.concatenate([read(cache_BMSH, b, first_B[b]) for b in range(len(first_B))])
+    return jax.vmap(lambda row, first: read(row[None], 0, first)[0])(cache_BMSH, first_B)
 
 
 def cut_slots(

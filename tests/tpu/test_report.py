@@ -154,7 +154,7 @@ def test_windows_draft_reads_no_more_of_longer_caches():
             draft=shard_model(draft, draft_layout(mesh)),
             mesh=mesh,
             sampling=chain(top_p(0.8)),
-            batch=1,
+            batch=2,
             slots=slots,
             inside=True,
         )
