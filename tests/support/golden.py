@@ -1,8 +1,8 @@
 """Small models of every family: tokens, logits and greedy text by Hugging Face transformers.
 
 Files have ``config.json``, names and shapes, tokens and results, but no weights: these are made
-from their names, by a generator whose raw bits NumPy keeps for ever. The script that writes such
-files is ``tests/support/golden_maker.py`` of commit 28c5d242.
+from their names, by a generator whose raw bits NumPy keeps for ever. `golden_maker.py` writes the
+files.
 """
 
 import dataclasses
