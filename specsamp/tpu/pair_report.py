@@ -95,7 +95,9 @@ class Report:
         return estimate(self.topology.partition(":")[0], *self.works(name))
 
     def works(self, name: str) -> tuple[Work, ...]:
-        """Returns the work of each call of a program; a round is split into its calls."""
+        """Returns the work of each call of a program; a round is split into its calls, which
+        together take no less than its lower bound.
+        """
         program = self[name]
         chip, sizes = parse(self.topology)
         target_devices = math.prod(self.mesh.values()) // self.mesh["data"]
@@ -111,7 +113,15 @@ class Report:
         drafts = sum(steps[0].collectives.values()) * (work.calls - 1)
         crossed = work.collective_hops - drafts * (hops(far) - hops(near))
         draft_step = steps[0].work(chip, near, sequences=sequences)
-        return calls_of_round(dataclasses.replace(work, collective_hops=crossed), draft_step)
+        calls = calls_of_round(dataclasses.replace(work, collective_hops=crossed), draft_step)
+        # Steps of a draft can take longer in their loop than alone.
+        busy = [max(call.streaming_ms, call.cycles_ms) for call in calls]
+        missing = max(program.lower_bound_ms(chip) - sum(busy), 0) / max(len(calls) - 1, 1)
+        steps = [
+            dataclasses.replace(call, cycles_ms=alone + missing)
+            for call, alone in zip(calls[1:], busy[1:])
+        ]
+        return (calls[0], *steps)
 
 
 def compile_report(

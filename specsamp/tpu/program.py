@@ -73,6 +73,8 @@ class Program:
     num_copies: int = 0  # of 1 MB or more, HBM to HBM
     open_loops: int = 0  # loops counted once, because their bound is data
     host_transfers: int = 0
+    # Bytes and cycles of each loop, and of all else; (): not counted apart.
+    parts: Sequence[tuple[float, float]] = ()
     # The traffic with caches as live_floor_bytes has them; None: not counted.
     live_hbm_bytes: float | None = None
     layers: int = 0  # of all calls of models in one run; 0 in reports of before this was counted
@@ -98,8 +100,13 @@ class Program:
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
 
     def lower_bound_ms(self, chip: Chip) -> float:
-        """Returns the least milliseconds of a call: the longer of streaming and computing."""
-        return max(self.streaming_ms(chip), self.cycles_ms(chip))
+        """Returns the least milliseconds of a call: of each part the longer of streaming and
+        computing.
+        """
+        parts = self.parts or [(self.hbm_bytes, self.cycles)]
+        streams = [bytes_ * chip.devices / chip.hbm_bytes_per_second for bytes_, _ in parts]
+        computes = [cycles / chip.clock_hz for _, cycles in parts]
+        return 1e3 * sum(map(max, streams, computes))
 
     def work(self, chip: Chip, chips: Sequence[int], *, sequences: int) -> Work:
         """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates
@@ -164,6 +171,7 @@ def measure_program(
         hbm_bytes=traffic.bytes,
         live_hbm_bytes=traffic_of(text, 0.5).bytes,
         cycles=traffic.cycles,
+        parts=traffic.parts,
         kernel_cycles=traffic.kernel_cycles,
         collectives=dict(traffic.collectives),
         collective_bytes=dict(traffic.collective_bytes),

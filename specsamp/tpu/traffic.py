@@ -36,6 +36,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from specsamp.models.experts import expected_steps
 from specsamp.tpu.hlo import Instruction, Module
 from specsamp.tpu.kernels import kernel_of
@@ -85,20 +87,30 @@ class Traffic:
     copies: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     host_transfers: int = 0
     open_loops: int = 0  # whose bound is data: counted once
+    # Of all runs of each loop's body: bytes, cycles. Loops within it are further entries.
+    loops: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
     @property
     def bytes(self) -> float:
         """Bytes from HBM and to it."""
         return self.read + self.written
 
+    @property
+    def parts(self) -> list[tuple[float, float]]:
+        """Bytes and cycles of each loop, and of all else: no prefetch begins or ends in another."""
+        loops_X2 = np.array(self.loops).reshape(-1, 2)
+        rest = np.subtract([self.bytes, self.cycles], loops_X2.sum(axis=0))
+        return [*self.loops, tuple(rest.tolist())]
+
     def add(self, other: Traffic, times: float = 1) -> None:
-        """Adds other traffic, as often as it happens; copies and loops are listed once."""
+        """Adds other traffic, as often as it happens; copies and open loops are listed once."""
         self.read += other.read * times
         self.written += other.written * times
         self.cycles += other.cycles * times
         self.kernel_cycles += other.kernel_cycles * times
         self.host_transfers += other.host_transfers * times
         self.open_loops += other.open_loops
+        self.loops += [(bytes_ * times, cycles * times) for bytes_, cycles in other.loops]
         self.copies += other.copies
         for mine, theirs in (
             (self.collectives, other.collectives),
@@ -151,7 +163,10 @@ class Tally:
             bound = self.module.trips(op)
             bound = expected_steps(op.scope) if bound is None else bound
             total.open_loops += bound is None
-            total.add(self.of(op.called("body")), bound or 1)
+            body_traffic = self.of(op.called("body"))
+            *_, (bytes_, cycles) = body_traffic.parts
+            total.add(body_traffic, bound or 1)
+            total.loops.append((bytes_ * (bound or 1), cycles * (bound or 1)))
             asked = self.of(op.called("condition"))  # its bytes are a few numbers
             total.add(dataclasses.replace(asked, read=0.0, written=0.0, cycles=0.0), bound or 1)
             return

@@ -1,10 +1,16 @@
 """The reading of scheduled HLO, on a program small enough to count by hand."""
 
+import dataclasses
+import functools
 import pathlib
 
 import pytest
 
+from specsamp import storage
+from specsamp.tpu.pair_report import Report
+from specsamp.tpu.program import Program
 from specsamp.tpu.schedules import Schedule
+from specsamp.tpu.topology import CHIPS
 from specsamp.tpu.traffic import traffic_of
 
 PROGRAM = pathlib.Path(__file__).with_name("hand_counted.hlo").read_text()
@@ -19,11 +25,48 @@ def test_bytes_of_a_program_counted_by_hand():
     assert traffic.read == rows + prefetches + 5 * per_iteration + copied
     assert traffic.written == 5 * 16 * 4 + copied  # an update in place writes the update
     assert traffic.cycles == 5 * 100
+    assert traffic.parts == [
+        (5 * (per_iteration + 16 * 4), 5 * 100),
+        (rows + prefetches + 2 * copied, 0),
+    ]
     assert traffic.collectives == {"all-reduce": 5} and traffic.collective_bytes == {
         "all-reduce": 5 * 64
     }
     assert traffic.copies == [("jit(f)/score/copy", 4_000_000)]
     assert traffic.host_transfers == 0
+
+
+def test_parts_of_a_program_do_not_overlap():
+    chip = CHIPS["v5e"]
+    second_of_each = [(chip.hbm_bytes_per_second, 0.0), (0.0, chip.clock_hz)]
+    program = functools.partial(
+        Program,
+        name="round",
+        tokens=1,
+        floor_bytes=1.0,
+        live_floor_bytes=1.0,
+        memory=None,
+        out_of_memory=None,
+        hbm_bytes=chip.hbm_bytes_per_second,
+        cycles=chip.clock_hz,
+    )
+    assert program().lower_bound_ms(chip) == pytest.approx(1000)
+    assert program(parts=second_of_each).lower_bound_ms(chip) == pytest.approx(2000)
+
+
+def test_calls_of_a_round_take_no_less_than_its_parts():
+    path = "notebooks/results/compile_llama_70b_v5e.json"
+    report = Report.from_json(storage.read_json(path)["report"])
+    whole = report["round"]
+    parts = [(whole.hbm_bytes, 0.0), (0.0, whole.cycles)]
+    programs = [
+        dataclasses.replace(one, parts=parts if one is whole else ()) for one in report.programs
+    ]
+    report = dataclasses.replace(report, programs=tuple(programs))
+    calls = report.works("round")
+    busy = [max(call.streaming_ms, call.cycles_ms) for call in calls]
+    bound = whole.streaming_ms(report.chip) + whole.cycles_ms(report.chip)
+    assert len(calls) == 5 and sum(busy) == pytest.approx(bound)
 
 
 def entry(*lines, parameters="p0: f32[1000,1000], p1: f32[1,1000], p2: s32[]", before=""):
