@@ -32,7 +32,7 @@ from launch.lib.training import TrainingConfig
 from specsamp import TransformerConfig, TransformerLM, storage
 from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.orbax import Checkpoints
-from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.params import check_shapes, init_shapes
 from specsamp.checkpoints.public_heads import check_embedding
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DATA
@@ -200,7 +200,7 @@ def say_sizes(
 ) -> None:
     """Prints the numbers of parameters, files, tokens and epochs."""
     epochs = config.train.steps * config.train.batch * config.data.length / len(windows.stream)
-    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
+    count = sum(leaf.size for leaf in jax.tree.leaves(init_shapes(task)))
     console.print(
         f"{count:,} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
@@ -269,7 +269,7 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
         raise ValueError(
             f"the model in {config.init} was trained with another tokenizer than this run has"
         )
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    shapes = init_shapes(task)
     params = {
         name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS
     }

@@ -35,7 +35,7 @@ from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import read_int8
 from specsamp.checkpoints.mxfp4 import join_packed
-from specsamp.checkpoints.params import check_finite
+from specsamp.checkpoints.params import check_finite, init_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
 from specsamp.checkpoints.tensor_names import (
     BUFFERS,
@@ -175,7 +175,7 @@ class Checkpoint:
         end, table = self.family.other_experts
         if any(name.endswith(end) for name in found):
             names |= TABLES[table]
-        shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
+        shapes = init_shapes(TransformerLM(self.config))
         return {
             name: find_source(name, names, sizes(self.config, name))
             for name in flatten_dict(shapes, sep="/")
@@ -265,7 +265,7 @@ def check_readable(checkpoint: Any, model: TransformerLM | ShardedModel | Head) 
     if isinstance(checkpoint, Checkpoint) and not checkpoint.is_converted:
         checkpoint.tensors
     bare = model.model if isinstance(model, ShardedModel) else model
-    placed(jax.eval_shape(bare.init, jax.random.key(0)), model)
+    placed(init_shapes(bare), model)
 
 
 def read_params(

@@ -33,7 +33,6 @@ other on the folded vocabulary, on a TPU in one kernel.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -96,7 +95,7 @@ class FoldedWarp(Warp):
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         return chain(self)(logits)
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         """Returns warped logits ``[..., 8, V / 8]``; with ``all_greedy`` every row has a single
         token already.
         """
@@ -315,14 +314,11 @@ class Chain(Warp):
     def _on_folded(self, warps: tuple[FoldedWarp, ...], logits: Array) -> Array:
         folded, vocab_size = fold(logits, -jnp.inf), logits.shape[-1]
         if self.kernels is None:
-            return unfold(_in_order(vocab_size, folded, warps), vocab_size)
+            return unfold(_in_order(folded, warps), vocab_size)
         numbers = jax.tree.map(
             lambda x: jnp.broadcast_to(per_row(x, folded), (*folded.shape[:-2], 1, 1)), warps
         )
-        return unfold(
-            self.kernels.row_by_row(functools.partial(_in_order, vocab_size), folded, numbers),
-            vocab_size,
-        )
+        return unfold(self.kernels.row_by_row(_in_order, folded, numbers), vocab_size)
 
 
 jax.tree_util.register_pytree_node(
@@ -332,11 +328,11 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _in_order(vocab_size: int, folded: Array, warps: tuple[FoldedWarp, ...]) -> Array:
+def _in_order(folded: Array, warps: tuple[FoldedWarp, ...]) -> Array:
     """Applies warps to a folded vocabulary."""
     all_greedy: bool | Array = False
     for warp in warps:
-        folded = warp.on_folded(folded, vocab_size, all_greedy)
+        folded = warp.on_folded(folded, all_greedy)
         if isinstance(warp, Temperature):
             all_greedy = jnp.all(jnp.asarray(warp.value) < GREEDY_BELOW)
     return folded
@@ -344,7 +340,7 @@ def _in_order(vocab_size: int, folded: Array, warps: tuple[FoldedWarp, ...]) -> 
 
 @register_warp
 class Greedy(FoldedWarp):
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         return _only_argmax(folded)
 
 
@@ -352,7 +348,7 @@ class Greedy(FoldedWarp):
 class Temperature(FoldedWarp):
     value: Array  # [] or [B]
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         value = per_row(self.value, folded)
         is_greedy = value < GREEDY_BELOW
         # On the values before broadcasting, since a reduction over rows that are split over devices
@@ -365,14 +361,15 @@ class Temperature(FoldedWarp):
 class TopK(FoldedWarp):
     value: Array  # [] or [B] int32
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         k, bits = per_row(self.value, folded), _ordered_bits(folded)
 
         def too_low(t):
             return _count(bits >= t, folded.dtype) >= k
 
         low = jnp.full_like(bits[..., :1, :1], jnp.iinfo(bits.dtype).min)
-        skipped = all_greedy | jnp.all(jnp.asarray(self.value) >= vocab_size)
+        # Of a vocabulary with padding, a k of all tokens is searched; it keeps them, too.
+        skipped = all_greedy | jnp.all(jnp.asarray(self.value) >= ROWS * bits.shape[-1])
         threshold = _largest(too_low, low, 8 * bits.dtype.itemsize, skipped)
         kept = (bits >= threshold) & (folded > -jnp.inf)
         surplus = _count(kept, folded.dtype) - k
@@ -383,7 +380,7 @@ class TopK(FoldedWarp):
 class TopP(FoldedWarp):
     value: Array  # [] or [B]
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
         # So the largest probability stays for any p.
         least = jnp.maximum(p, jnp.finfo(probs.dtype).tiny)
@@ -415,7 +412,7 @@ class TopP(FoldedWarp):
 class MinP(FoldedWarp):
     value: Array  # [] or [B]
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         floor = folded.max(FOLDED, keepdims=True) + jnp.log(per_row(self.value, folded))
         return jnp.where(folded >= floor, folded, -jnp.inf)
 
@@ -424,7 +421,7 @@ class MinP(FoldedWarp):
 class FirstTokens(FoldedWarp):
     value: Array  # [] or [B] int32
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         return jnp.where(_token_ids(folded) < per_row(self.value, folded), folded, -jnp.inf)
 
 
@@ -432,7 +429,7 @@ class FirstTokens(FoldedWarp):
 class Normalised(FoldedWarp):
     """Turns logits into log-probabilities."""
 
-    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+    def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
         return jax.nn.log_softmax(folded, axis=FOLDED)
 
 

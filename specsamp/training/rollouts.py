@@ -28,7 +28,7 @@ from rich.console import Console
 
 from specsamp import storage, validate
 from specsamp.checkpoints.orbax import Checkpoints
-from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.params import check_shapes, init_shapes
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, make_method
@@ -386,7 +386,7 @@ def _check_draft(pair: Pair, drafter: Drafter, task: Task) -> None:
         raise ValueError(
             f"draft_task was given, but {type(drafter).__name__} has no draft model: leave it out"
         )
-    trained = jax.eval_shape(task.init, jax.random.key(0))
+    trained = init_shapes(task)
     check_shapes("the pair's draft", without_ids(pair.draft_params), trained)
 
 

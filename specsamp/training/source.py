@@ -31,7 +31,7 @@ from specsamp.checkpoints.hugging_face import (
     read_params,
 )
 from specsamp.checkpoints.orbax import Checkpoints
-from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.params import digest, init_shapes
 from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair, pair_folder
@@ -227,7 +227,7 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
         raise ValueError(
             f"{folder / 'run.json'} describes no {kind} ({type(error).__name__}: {error}): {FIX}"
         ) from error
-    shapes = dict(jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = dict(init_shapes(model))
     ids = shapes.pop(DRAFT_IDS, None)
     params, step = _restore(folder, shapes)
     if ids is not None:
