@@ -111,8 +111,3 @@ def test_text_equals_plain_decoding(name):
     made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))
     assert tokens(made) == plain(name)
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
-
-
-def test_the_drafter_of_another_target_is_refused():
-    with pytest.raises(ValueError, match="not the pair's target"):
-        generate(pair_of("rotary"), TEXTS, 4, drafter=EarlyExitDrafter(MODELS["learned"], 1, 3))

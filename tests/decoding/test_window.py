@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from decoding.test_early_exit import MODELS, TEXTS, TOKENS, drafted, pair_of, plain, tokens
-from specsamp import Loop, TokenRule, WindowDrafter, chain, generate, temperature
+from specsamp import Loop, TokenRule, WindowDrafter, chain, temperature
 from specsamp.jax_names import jaxprs
 from specsamp.models.visibility import Visibility
 from support.fakes import prefill
@@ -154,8 +154,3 @@ def test_a_draft_reads_slices_of_the_cache_alone():
 
     assert read(WINDOW) == {"slice", "dynamic_slice"}
     assert "dot_general" in read(slots - SINKS - K)
-
-
-def test_the_drafter_of_another_target_is_refused():
-    with pytest.raises(ValueError, match="not the pair's target"):
-        generate(pair_of("rotary"), TEXTS, 4, drafter=WindowDrafter(MODELS["learned"], K, WINDOW))

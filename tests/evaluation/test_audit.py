@@ -20,12 +20,10 @@ from specsamp import (
     EarlyExitDrafter,
     ModelDrafter,
     NgramDrafter,
-    NoDrafter,
     Pair,
     TokenRule,
     TransformerLM,
     chain,
-    greedy,
     temperature,
     top_p,
 )
@@ -349,19 +347,6 @@ class Remembers(Warp):
 
     def __call__(self, logits, state=()):
         return logits
-
-
-def test_empty_audit_is_refused():
-    with pytest.raises(ValueError, match=r"temperature 0\?"):
-        audit(table_subject(sampling=greedy()), COARSE)
-    with pytest.raises(ValueError, match="nothing is drafted"):
-        table_subject(drafter=NoDrafter())
-    with pytest.raises(ValueError, match="draft_sampling.*Remembers"):
-        table_subject(draft_sampling=Remembers())
-    with pytest.raises(ValueError, match="is lossy.*budget"):
-        within_budget(EARS(0.3))
-    with pytest.raises(ValueError, match="together 22, more than the target's 20 positions"):
-        table_subject(TableLM(V, max_positions=20), max_new_tokens=15)
 
 
 @pytest.mark.slow
