@@ -103,7 +103,10 @@ class Attention(nn.Module):
             cap=config.attention_cap,
             sinks_N=sinks_N,
         )
-        out_BTD = join_heads(mixed_BNTH, output_NHD, gates_BNTH)
+        # With kernels a layer keeps its tokens on one axis, without padding for each sequence.
+        rows = x_BTD.shape[:2] if self.kernels is None else (1, len(x_BTD) * length)
+        out_BTD = join_heads(mixed_BNTH, output_NHD, gates_BNTH, rows)
+        out_BTD = out_BTD.reshape(len(x_BTD), length, width)
         if config.output_bias:
             out_BTD = out_BTD + zero_bias(self, "output_bias", ("embed",), out_BTD)
         return out_BTD, cache
@@ -192,17 +195,19 @@ def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
     heads, _, size = weight_NDH.shape
     if batch * length > MAX_BATCHED_ROWS:
         return contract("BTD,NDH->BNTH", x_BTD, weight_NDH)
-    rows_NRD = jnp.broadcast_to(
-        x_BTD.reshape(1, batch * length, width), (heads, batch * length, width)
-    )
-    rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
+    rows_1RD = x_BTD.reshape(1, batch * length, width)
+    rows_NRH = contract("NRD,NDH->NRH", rows_1RD, weight_NDH, copies=heads)
     return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
 
 
 def join_heads(
-    mixed_BNTH: Array, output_NHD: Array | Int8Weight, gates_BNTH: Sequence[Array] = ()
+    mixed_BNTH: Array,
+    output_NHD: Array | Int8Weight,
+    gates_BNTH: Sequence[Array] = (),
+    rows: tuple[int, int] | None = None,
 ) -> Array:
-    """Multiplies ``BNTH,NHD -> BTD``, after the gates of the heads.
+    """Multiplies ``BNTH,NHD -> BTD``, after the gates of the heads; ``rows`` are other sizes of the
+    first two axes.
 
     One contraction over heads and their entries together: as two, the weight is transposed for it.
     """
@@ -212,6 +217,7 @@ def join_heads(
         gate_BTX = gate_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
         mixed_BTX = mixed_BTX * jax.nn.sigmoid(gate_BTX)
     width = output_NHD.shape[-1]
+    mixed_BTX = mixed_BTX.reshape(*(rows or (batch, length)), -1)
     # Of int8 weights the scale too.
     output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)
     return contract("BTX,XD->BTD", mixed_BTX, output_XD)

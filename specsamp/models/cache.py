@@ -129,16 +129,16 @@ class LayerCache:
 
     def _write(self, new: LayerCache, start_B: Array) -> Self:
         """Writes the slots of a smaller cache in slots ``start_B ..``."""
-        written = {}
+        named = self._axes()
         if self.kernels is not None and self.kernels.take(self.num_slots, new.num_slots):
-            arrays = self.kernels.write(self.entries_BMSH, new.entries_BMSH, start_B)
-            written = dict(zip(self._arrays("BMSH"), arrays, strict=True))
-        for name, axes in self._axes().items():
-            if name not in written:
-                written[name] = write_slots(
-                    getattr(self, name), getattr(new, name), start_B, axes.index("S")
-                )
-        return dataclasses.replace(self, **written)
+            old, added = (tuple(getattr(x, name) for name in named) for x in (self, new))
+            arrays = self.kernels.write(old, added, start_B)
+        else:
+            arrays = (
+                write_slots(getattr(self, name), getattr(new, name), start_B, axes.index("S"))
+                for name, axes in named.items()
+            )
+        return dataclasses.replace(self, **dict(zip(named, arrays, strict=True)))
 
     def attend(
         self,

@@ -49,7 +49,7 @@ class Layer(nn.Module):
         block: Block | None,
         lengths_B: Array | None = None,
     ) -> tuple[Array, LayerCache]:
-        config = self.config
+        config, of_sequences = self.config, (len(start_B), -1, x_BTD.shape[2])
 
         def post_norm(name, y_BTD):
             return (
@@ -60,6 +60,7 @@ class Layer(nn.Module):
 
         with jax.named_scope("attention"):
             y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
+            y_BTD = y_BTD.reshape(of_sequences)
             if self.recurrence is not None:
                 recurrence = self.recurrence(config, name="recurrence")
                 y_BTD, cache = recurrence(y_BTD, start_B, cache, lengths_B)
@@ -68,11 +69,13 @@ class Layer(nn.Module):
                     config, self.window, kernels=self.kernels, name="attention"
                 )
                 y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
-            attended_BTD = x_BTD + post_norm("attention", y_BTD)
+            y_BTD = post_norm("attention", y_BTD.reshape(x_BTD.shape))
         with jax.named_scope("mlp"):
-            y_BTD = Norm(config, kernels=self.kernels, name="mlp_norm")(
-                x_BTD if config.parallel else attended_BTD
-            )
+            norm = Norm(config, kernels=self.kernels, name="mlp_norm")
+            if config.parallel:
+                attended_BTD, y_BTD = x_BTD + y_BTD, norm(x_BTD)
+            else:
+                attended_BTD, y_BTD = norm.after(x_BTD, y_BTD)
             if self.experts is not None:
                 made_BTD = self.experts(config, self.layout, self.kernels, name="experts")(y_BTD)
                 if config.experts.shared_width:
@@ -201,6 +204,9 @@ class Decoder(nn.Module):
         positions_BT = _positions(start_B, x_BTD.shape[1], block)
         ropes = {rotary: rotary and rotary.angles(positions_BT) for rotary in rotaries}
         caches, hidden = [], {-1: x_BTD} if first == 0 else {}
+        shape = x_BTD.shape
+        if self.kernels is not None:  # on one axis, tokens need no padding for each sequence
+            x_BTD = x_BTD.reshape(1, -1, shape[2])
         for i, rotary in zip(numbers, rotaries, strict=True):
             layer_cache = None if cache is None else cache.layers[i]
             table = None if tables is None else tables[i]
@@ -209,7 +215,8 @@ class Decoder(nn.Module):
             )
             x_BTD = y_BTD if kept_BL is None else jnp.where(kept_BL[:, i, None, None], y_BTD, x_BTD)
             caches.append(layer_cache)
-            hidden[i] = x_BTD
+            hidden[i] = x_BTD.reshape(shape)
+        x_BTD = x_BTD.reshape(shape)
         if last == config.num_layers and last in hidden_layers:
             hidden[last] = self.final_norm(x_BTD)
         for layer in hidden_layers:

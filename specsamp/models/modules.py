@@ -53,6 +53,19 @@ class Norm(nn.Module):
             return self.kernels.fuse(function, (x, *vectors), (None,))
         return function(x, *vectors)
 
+    def after(self, x, y):
+        """Returns ``x + y``, and its norm."""
+        if self.kernels is None or not self.kernels.take_small(x):
+            added = x + y
+            return added, self(added)
+
+        def function(x, y, *vectors):
+            added = (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+            return added, normalise(self.config, added, *vectors)
+
+        vectors = self.vectors(x.shape[-1])
+        return self.kernels.fuse(function, (x, y, *vectors), (None, None))
+
     @nn.compact
     def vectors(self, size: int) -> tuple[Array, ...]:
         """Declares the scale, and the bias of a layer norm."""

@@ -27,7 +27,12 @@ WIDE = 16  # with more outputs for each summed entry, such as a vocabulary, bloc
 
 
 def contract(
-    spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None
+    spec: str,
+    x: Array,
+    y: Array | Int8Weight,
+    *,
+    dtype: jnp.dtype | None = None,
+    copies: int | None = None,
 ) -> Array:
     """Computes ``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as
     ``dtype`` (as ``x``).
@@ -36,10 +41,14 @@ def contract(
     Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other
     operand or in the result. The scale of an int8 weight multiplies the sums before they are
     rounded; int8 weights have no gradient.
+
+    Args:
+      copies: of ``x``, along its first axis.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     if is_int8(y):
-        return (_int8_sums(spec, x, y) * _scale_of_output(spec, y.scale)).astype(dtype)
+        return (_int8_sums(spec, x, y, copies) * _scale_of_output(spec, y.scale)).astype(dtype)
+    x = _copied(x, copies)
     return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
 
@@ -87,11 +96,16 @@ def _backward(spec, dtype, precision, operands, cotangent):
 _contract.defvjp(_forward, _backward)
 
 
-def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
+def _copied(x: Array, copies: int | None) -> Array:
+    return x if copies is None else jnp.broadcast_to(x, (copies, *x.shape[1:]))
+
+
+def _int8_sums(spec: str, x: Array, y: Int8Weight, copies: int | None) -> Array:
     if few_rows.takes(spec, x, y.values):
         return few_rows.multiply(x, y.values)
     # Tied to x, so that the compiler does not convert the matrix ahead of a loop and keep both.
     x, values = jax.lax.optimization_barrier((x, y.values))
+    x = _copied(x, copies)  # before the barrier they would be written to memory
 
     def multiply(x: Array, values: Array) -> Array:
         return _einsum(

@@ -149,14 +149,13 @@ def _attention(
 
 
 def _rows(dtype: str, length: int) -> KernelCheck:
-    """Writes tokens of ragged rows into two caches."""
+    """Writes tokens of ragged rows into two caches, and of int8 their scales."""
     slots = 384
 
     def draw():
         def two(count):
-            return tuple(
-                (20 * _drawn(3, 2, count, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)
-            )
+            made = [(20 * _drawn(3, 2, count, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
+            return (*made, *[_drawn(3, 2, 1, count, seed=3)] * (dtype == "int8"))
 
         return two(slots), two(length), _ragged(slots, length)
 
@@ -164,7 +163,8 @@ def _rows(dtype: str, length: int) -> KernelCheck:
         if kernels is not None:
             return kernels.write(old, new, start_B)
         return tuple(
-            write_slots(cache, rows, start_B) for cache, rows in zip(old, new, strict=True)
+            write_slots(cache, rows, start_B, append_rows.slots_axis(cache.shape))
+            for cache, rows in zip(old, new, strict=True)
         )
 
     what = f"{length} tokens in {dtype}"
@@ -279,6 +279,16 @@ CHECKS = (
     _attention("one group of heads", length=17, slots=2048, kv_heads=1, group=6, dtype="bfloat16"),
     _attention(
         "a window in int8", length=33, slots=1024, kv_heads=2, group=2, window=40, in_int8=True
+    ),
+    _attention(
+        "distances in int8",
+        length=5,
+        slots=2048,
+        kv_heads=4,
+        group=1,
+        dtype="bfloat16",
+        in_int8=True,
+        has_distances=True,
     ),
     _attention(
         "heads of 64, with sinks",

@@ -38,8 +38,11 @@ def count_attention(
     caches = [x for x in arrays if x.sizes == arrays[0].sizes]
     others = arrays[len(caches) :]
     batch, kv_heads, slots, size = caches[0].sizes
+    # The last list of the schedule has an entry for each part of the batch; all have the steps of
+    # the longest.
+    *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)
     heads, block = decode_attention.block_shape(
-        kv_heads, slots, size * len(caches) // 2, itemsize(caches[0])
+        kv_heads, slots, size * len(caches) // 2, itemsize(caches[0]), parts
     )
     share = decode_attention.fetched_share(live, slots, block)
     read = sum(
@@ -51,9 +54,6 @@ def count_attention(
     # The windows of distances of two blocks overlap.
     if len(others) % 2 and not is_tree and others[0].in_hbm:
         read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
-    # The last list of the schedule has an entry for each part of the batch; all have the steps of
-    # the longest.
-    *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)
     steps = kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block
     return read, op.hbm_bytes, steps
 
@@ -63,17 +63,23 @@ def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[fl
     starts, *rest = given
     new = rest[: len(op.arrays)]
     caches = rest[len(op.arrays) :]
+    length = new[0].sizes[append_rows.slots_axis(caches[0].sizes)]
     moved = 0.0
-    for x, cache in zip(new, caches, strict=True):
-        tile = append_rows.tile_slots(itemsize(cache))
-        moved += cache.bytes * append_rows.most_tiles(x.sizes[2], tile) * tile / cache.sizes[2]
+    for cache in caches:
+        axis = append_rows.slots_axis(cache.sizes)
+        _, width = append_rows.window(cache.sizes, itemsize(cache), length)
+        moved += cache.bytes * width / cache.sizes[axis]
     read = sum(x.bytes for x in (starts, *new) if x.in_hbm)
     return moved + read, moved, caches[0].sizes[0]
 
 
 def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
-    """Reads and writes all; if it has steps, each does an entry of the leading axis."""
-    return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, op.arrays[0].sizes[0]
+    """Reads and writes all; if it has steps, each does an entry of the leading axis, or rows of a
+    stream.
+    """
+    sizes = op.arrays[0].sizes
+    steps = max(sizes[0], common.stream_steps(sizes))
+    return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, steps
 
 
 def count_expanded(

@@ -27,9 +27,11 @@ from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.interface import Block
 from specsamp.models.kernels import dispatch as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
+from specsamp.models.kernels.common import stream_steps
 from specsamp.models.kernels.decode_attention import block_shape
 from specsamp.models.kernels.dispatch import PallasKernels, choose_kernels
 from specsamp.models.kernels.first_call import reason_for_plain
+from specsamp.models.modules import Norm
 from specsamp.models.slots import write_slots
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.rules import Draft, TargetDistributions
@@ -110,6 +112,7 @@ CALLS = {
         *((call, "float32", SIZE) for call in CALLS),
         ("grouped", "int8", SIZE),
         ("windowed", "int8", SIZE // 2),
+        ("grouped, with distances", "int8", SIZE),
         ("grouped, with distances", "float32", SIZE // 2),
         ("grouped", "bfloat16", SIZE // 2),
         *slow_but([(call, "bfloat16", SIZE) for call in ("windowed", "many rows")]),
@@ -141,21 +144,24 @@ def test_attention_equals_the_plain_form(call, dtype, size):
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
-@pytest.mark.parametrize("kv_heads, batch, int8", [(1, 4, True), (1, 1, False), (2, 3, False)])
+@pytest.mark.parametrize(
+    "kv_heads, batch, int8", [(1, 4, True), (1, 1, False), (2, 3, False), (3, 4, True)]
+)
 def test_cores_share_what_they_can(kv_heads, batch, int8):
-    """Cores divide ragged sequences of one group of heads, else groups; a single sequence has one
-    core.
-    """
+    """Cores divide ragged sequences if they do not divide heads; a single sequence has one core."""
     length, slots = 5, 640
-    q, distances = (drawn(batch, 4, length, last, seed=1) for last in (SIZE, slots))
+    q, distances = (drawn(batch, 2 * kv_heads, length, last, seed=1) for last in (SIZE, slots))
     keys, values = (drawn(batch, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
-    sinks = drawn(4, seed=5)
+    sinks = drawn(2 * kv_heads, seed=5)
     given = q, keys, values, starts_of(batch, slots, length), distances, None, sinks
     assert_allclose(*both(*given, window=300, int8=int8, kernels=TwoCores()), atol=2e-6)
 
 
-@pytest.mark.parametrize("window, size", [(None, SIZE), (3, SIZE), (3, SIZE // 2)])
-def test_trees_equal_the_plain_form(window, size):
+@pytest.mark.parametrize(
+    "window, size, int8",
+    [(None, SIZE, False), (3, SIZE, False), (3, SIZE // 2, False), (3, SIZE, True)],
+)
+def test_trees_equal_the_plain_form(window, size, int8):
     """Covers a tree that is scored in several calls, and that crosses the edge of a block."""
     parents = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4]])
     start = np.array([7, 254, 500])
@@ -163,9 +169,9 @@ def test_trees_equal_the_plain_form(window, size):
     keys, values = (drawn(3, 2, 512, size, seed=seed) for seed in (2, 3))
     q, distances = drawn(3, 4, 6, size, seed=1), 10 * drawn(3, 4, 6, 512)
     given, sinks = (q, keys, values, jnp.asarray(start), distances), drawn(4, seed=5)
-    ours, plain = both(*given, block, sinks, window=window)
+    ours, plain = both(*given, block, sinks, window=window, int8=int8)
     assert_allclose(ours, plain, atol=2e-6)
-    causal = both(*given, None, sinks, window=window)[0]
+    causal = both(*given, None, sinks, window=window, int8=int8)[0]
     assert jnp.abs(ours - causal)[:2].max() > 0.05, "the control: a chain"
     later = Block(
         start_B=block.start_B,
@@ -173,7 +179,7 @@ def test_trees_equal_the_plain_form(window, size):
         visible_BTR=block.visible_BTR[:, 3:],
     )
     ours, plain = both(
-        q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window
+        q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window, int8=int8
     )
     assert_allclose(ours, plain, atol=2e-6)
 
@@ -207,7 +213,7 @@ def test_only_blocks_that_are_seen_are_fetched(window):
     [
         *(("bfloat16", length) for length in (1, 17, 34, 128)),
         ("float32", 5),
-        ("int8", 34),
+        *(("int8", length) for length in (1, 5, 34, 128)),
     ],
 )
 def test_rows_are_appended_as_they_are(dtype, length):
@@ -217,11 +223,27 @@ def test_rows_are_appended_as_they_are(dtype, length):
     slots, start = 384, jnp.concatenate([starts_of(4, 384, length), jnp.array([-5, 383])])
     caches = [(20 * drawn(6, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
     new = [(20 * drawn(6, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
+    if dtype == "int8":  # and the scales
+        caches.append(drawn(6, 2, 1, slots))
+        new.append(drawn(6, 2, 1, length))
     append = jax.jit(functools.partial(append_rows, interpret=True), compiler_options=COMPILE_FAST)
     for made, cache, rows in zip(
         append(tuple(caches), tuple(new), start), caches, new, strict=True
     ):
-        assert_array_equal(made, write_slots(cache, rows, start))
+        axis = 3 if cache.shape[2] == 1 else 2
+        assert_array_equal(made, write_slots(cache, rows, start, axis))
+
+
+def test_large_streams_are_normalised_in_steps():
+    x, y = (drawn(1, 130, 4224, dtype="bfloat16", seed=seed) for seed in (1, 2))
+    assert INTERPRETED.take_small(x) and stream_steps(x.shape) == 5
+    params = {"params": {"scale": 1 + drawn(4224, seed=3)}}
+    ours, plain = (
+        Norm(tiny(), kernels=kernels).apply(params, x, y, method="after")
+        for kernels in (INTERPRETED, None)
+    )
+    assert_array_equal(ours[0], plain[0])
+    assert_allclose(*(np.asarray(each[1], np.float32) for each in (ours, plain)), rtol=1e-2)
 
 
 # Models.

@@ -16,7 +16,14 @@ from specsamp.models.interface import Block
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction
-from specsamp.tpu.kernels import COUNTS, count_attention, count_experts, count_rows, kernel_of
+from specsamp.tpu.kernels import (
+    COUNTS,
+    count_attention,
+    count_experts,
+    count_rows,
+    count_small,
+    kernel_of,
+)
 from specsamp.tpu.lowering import Programs
 from specsamp.tpu.program import measure_program
 from specsamp.tpu.schedules import Schedule
@@ -59,6 +66,12 @@ def test_kernel_traffic_follows_from_shapes():
     assert steps == 2
     assert written == 2 * 2 * 8 * 32 * 128 * 2, "two tiles of 16 slots of each row"
     assert read == written + given[0].bytes + 2 * new.bytes
+    in_int8 = [array(2, 8, 2048, 128, itemsize=1), array(2, 8, 1, 2048, itemsize=4)]
+    rows = [array(2, 8, 5, 128, itemsize=1), array(2, 8, 1, 256, itemsize=4)]
+    _, written, _ = count_rows(call(*in_int8), [given[0], *rows, *in_int8], 1.0)
+    assert written == 2 * 8 * (64 * 128 + 256 * 4), "two tiles of 32 slots, and of 128 scales"
+    stream = array(1, 160, 8192)
+    assert count_small(call(stream), [stream], 1.0) == (stream.bytes, stream.bytes, 5)
     matrices, x = [array(16, 512, 2048)] * 3, array(2, 2048)
     read, written, steps = count_experts(
         call(x, scope=TWO_OF_SIXTEEN), [x, array(2, 16, in_hbm=False), *matrices], 1.0
@@ -133,7 +146,8 @@ def test_layer_with_kernels_moves_its_floor():
     assert 0.95 * floor < many.live_hbm_bytes - few.live_hbm_bytes < 1.1 * floor
     assert many.live_hbm_bytes < 0.9 * many.hbm_bytes
     assert many.num_copies == 0 and many.host_transfers == 0
-    assert many.kernel_cycles == pytest.approx(2 * few.kernel_cycles, rel=0.001)
+    # The final norm is a kernel, too.
+    assert many.kernel_cycles == pytest.approx(2 * few.kernel_cycles, rel=0.1)
     assert many.memory.outputs < 20e6, (
         "logits alone: the caches that come back are those that were given"
     )

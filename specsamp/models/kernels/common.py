@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ LANES = 128  # entries of the last axis that a TPU keeps together
 SMALL = "small"  # the name in compiled programs of the kernels of `in_one_kernel`
 WARPS = "warps"  # and of the warps of a row
 PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
-MAX_SMALL = 2**17  # entries of their first operand; with more, XLA's operations take as long
+MAX_SMALL = 2**19  # entries of their first operand on chip, in whole registers
+ROWS = 32  # of a step, if the rows of a stream are more
 
 
 def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -34,13 +36,56 @@ def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
 
 
+def widen(entries_MSH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns int8 entries in a floating dtype, exactly, the slots in the order of `slot_of`.
+
+    A word holds one byte of four neighbouring slots; shifts within words move nothing between
+    registers, which a conversion slot by slot does.
+    """
+    count, slots, size = entries_MSH.shape
+    words = pltpu.bitcast(entries_MSH, jnp.int32)
+    words_MGWH = words.reshape(count, slots // LANES, LANES // 4, size)
+    raised = [words_MGWH << 24 - 8 * byte for byte in range(3)] + [words_MGWH]
+    wide = [(part >> 24).astype(jnp.float32).astype(dtype) for part in raised]
+    return jnp.stack(wide, axis=2).reshape(entries_MSH.shape)
+
+
+def slot_of(place: jax.Array) -> jax.Array:
+    """Returns the slot, of each `LANES`, at a place of `widen`."""
+    return (place & 31) * 4 + (place >> 5 & 3)
+
+
+def by_place(x_RS: jax.Array) -> jax.Array:
+    """Returns columns of slots in the order of `slot_of`, by gathers within registers."""
+    rows, slots = x_RS.shape
+    shape = max(rows, 2), LANES  # single rows cannot be gathered
+    slot_RL = slot_of(jax.lax.broadcasted_iota(jnp.int32, shape, 1))
+    parts = [
+        jnp.take_along_axis(
+            jnp.broadcast_to(x_RS[:, first : first + LANES], shape),
+            slot_RL,
+            axis=1,
+            mode="promise_in_bounds",
+        )[:rows]
+        for first in range(0, slots, LANES)
+    ]
+    return jnp.concatenate(parts, axis=1)
+
+
+def stream_steps(shape: tuple[int, ...]) -> int:
+    """Returns the steps of a kernel over an array; a stream ``[1, R, D]`` may have several."""
+    is_large = len(shape) == 3 and shape[0] == 1 and math.prod(shape) > MAX_SMALL
+    return pl.cdiv(shape[1], ROWS) if is_large else 1
+
+
 def in_one_kernel(
     function: Callable, *operands: Any, interpret: bool, name: str = SMALL, steps: int | None = None
 ) -> Any:
     """Computes a function of arrays, and of trees of arrays, in one kernel, with all arrays on
     chip.
 
-    Of several steps each takes an equal part of the leading axis of all arrays.
+    Of several steps each takes an equal part of the leading axis of all arrays. Of a stream
+    ``[1, R, D]`` that is too large (`stream_steps`) each takes `ROWS` rows.
     """
     arrays, tree = jax.tree.flatten(operands)
     shapes, of_results = jax.tree.flatten(jax.eval_shape(function, *operands))
@@ -50,12 +95,21 @@ def in_one_kernel(
         for ref, result in zip(refs[len(arrays) :], jax.tree.leaves(function(*given)), strict=True):
             ref[...] = result
 
+    by_rows = steps is None and stream_steps(arrays[0].shape) > 1
+    first = arrays[0].shape[:2]
+
     def part(x):
-        return pl.BlockSpec(
-            (x.shape[0] // steps, *x.shape[1:]), lambda i: (i, *(0,) * (x.ndim - 1))
-        )
+        if not by_rows:
+            return pl.BlockSpec(
+                (x.shape[0] // steps, *x.shape[1:]), lambda i: (i, *(0,) * (x.ndim - 1))
+            )
+        if x.shape[:2] == first:
+            return pl.BlockSpec((1, ROWS, *x.shape[2:]), lambda i: (0, i, *(0,) * (x.ndim - 2)))
+        return pl.BlockSpec(x.shape, lambda i: (0,) * x.ndim)
 
     options = {}
+    if by_rows:
+        steps = stream_steps(arrays[0].shape)
     if steps is not None:
         options = {
             "grid": (steps,),

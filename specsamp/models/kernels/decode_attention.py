@@ -2,7 +2,7 @@
 
 The grid has a step for each such block, sequence after sequence, so that its length is data;
 `_schedule` gives the sequence and the block of each step. The cores of a device share the heads, or
-the sequences where there is one group of heads. The softmax is carried over the blocks of a
+the sequences where they do not divide the heads. The softmax is carried over the blocks of a
 sequence as a running maximum, sum and mean (Milakov and Gimelshein, arXiv 1805.02867; Dao et al.,
 arXiv 2205.14135), in float32. Scores of relative distances are aligned with the slots on chip;
 `specsamp.models.positions.align_distances` is the plain form.
@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.jax_names import pl, pltpu
-from specsamp.models.kernels.common import LANES, einsum_in_float32, in_hbm
+from specsamp.models.kernels.common import (
+    LANES,
+    by_place,
+    einsum_in_float32,
+    in_hbm,
+    slot_of,
+    widen,
+)
 from specsamp.models.products import soft_cap
 from specsamp.models.visibility import Visibility, seen_after
 
@@ -110,17 +117,18 @@ def decode_attention(
       scale, distances_BNTS, cap, sinks_1N: see `LayerCache.attend`; in a tree the scores are
         aligned with the slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
-      cores: of the device; they share the heads, or the sequences where there is one group of
-        heads.
+      cores: of the device; they share the heads, or the sequences if they do not divide the heads.
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, entries_BMSH[0].shape
     # Queries that share a kv head are rows of one product.
     group, rows = heads // kv_heads, heads // kv_heads * length
     size_of_key = size * len(entries_BMSH) // 2
-    of_heads, block = block_shape(kv_heads, num_slots, size_of_key, entries_BMSH[0].dtype.itemsize)
+    itemsize = entries_BMSH[0].dtype.itemsize
+    fits = kv_heads * LANES * size_of_key * itemsize <= STEP_BYTES
+    parts = min(cores, batch) if kv_heads % cores and fits else 1
+    of_heads, block = block_shape(kv_heads, num_slots, size_of_key, itemsize, parts)
     first_B, last_B = seen.blocks(block, num_slots)
-    parts = min(cores, batch) if of_heads == kv_heads else 1
     counts_P, row_X, block_X = _schedule(first_B, last_B, num_slots // block, parts)
 
     part = functools.partial(_part_of_step, parts)
@@ -235,13 +243,17 @@ def _part_of_distances(
     return pl.BlockSpec(tuple(map(pl.Element, (1, of_heads, rows, width))), index)
 
 
-def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tuple[int, int]:
+def block_shape(
+    kv_heads: int, num_slots: int, size: int, itemsize: int, parts: int = 1
+) -> tuple[int, int]:
     """Returns the kv heads and the slots of a step, for keys of ``size`` entries.
 
-    Several heads are at least two groups, for the cores of a chip.
+    Several heads are at least two groups, for the cores of a chip, unless ``parts`` of the batch
+    are.
     """
     most = max(min(kv_heads // 2, STEP_BYTES // (MIN_BLOCK * size * itemsize)), 1)
     of_heads = max(count for count in range(1, most + 1) if kv_heads % count == 0)
+    of_heads = of_heads if parts == 1 else kv_heads
     wanted = min(
         max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK),
         MAX_BLOCK * max(LANES // size, 1),
@@ -353,21 +365,28 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
         operands["keys"][0],
         operands.get("values", operands["keys"])[0],
     )
-    scores = einsum_in_float32("mrh,msh->mrs", queries, keys.astype(queries.dtype))
-    if "key_scales" in operands:
-        scores = scores * operands["key_scales"][0]
+    is_int8 = "key_scales" in operands
+    if is_int8:  # slots are in the order of `widen` from here on
+        is_pair, dtype = "values" not in operands, queries.dtype
+        keys = widen(keys, dtype)
+        values = keys if is_pair else widen(values, dtype)
+    scores = einsum_in_float32("mrh,msh->mrs", queries, keys)
+    if is_int8:
+        scores = scores * _by_place(operands["key_scales"][0])
     if "distances" in operands:
         distances = operands["distances"][0]
         if "tree" not in operands:
             count, width = keys.shape[1], distances.shape[2]
             _, column = _window(start_B[row] + length, block, count, width, num_slots)
             distances = _align(distances, column, count, length)
-        scores = scores + distances
+        scores = scores + (_by_place(distances) if is_int8 else distances)
     scores = scores * scale
     if cap is not None:
         scores = soft_cap(scores, cap)
     tree = operands["tree"][0] if "tree" in operands else None
-    seen = _seen(block * keys.shape[1], keys.shape[1], operands["bounds"][0], tree, start_B[row])
+    count = keys.shape[1]
+    bounds_R2 = operands["bounds"][0]
+    seen = _seen(block * count, count, bounds_R2, tree, start_B[row], is_int8)
     scores = jnp.where(seen[None], scores, UNSEEN)
     before = maximum[...]
     after = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
@@ -377,10 +396,10 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
     kept = jnp.exp(before - after)
     maximum[...] = after
     total[...] = total[...] * kept + weights.sum(axis=-1, keepdims=True)
-    if "value_scales" in operands:
-        weights = weights * operands["value_scales"][0]
+    if is_int8:
+        weights = weights * _by_place(operands["value_scales"][0])
     mean[...] = mean[...] * kept + einsum_in_float32(
-        "mrs,msh->mrh", weights.astype(queries.dtype), values.astype(queries.dtype)
+        "mrs,msh->mrh", weights.astype(queries.dtype), values
     )
 
     @pl.when(block == last_B[row])
@@ -388,17 +407,29 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
         out[0] = (mean[...] / total[...]).astype(out.dtype)
 
 
+def _by_place(x_MRS: Array) -> Array:
+    return jnp.stack([by_place(x_RS) for x_RS in x_MRS])
+
+
 def _seen(
-    first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tree_start: Array
+    first: Array,
+    count: int,
+    bounds_R2: Array,
+    tree_RX: Array | None,
+    tree_start: Array,
+    is_int8: bool,
 ) -> Array:
     """Returns ``[R, count]`` bool: whether each query sees each slot from ``first`` on."""
-    shape = (bounds_R2.shape[0], count)
-    slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    seen = (slots >= bounds_R2[:, 0:1]) & (slots <= bounds_R2[:, 1:2])
+
+    def slots(shape):
+        slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        return first + ((slot & -LANES) + slot_of(slot) if is_int8 else slot)
+
+    slots_RS = slots((bounds_R2.shape[0], count))
+    seen = (slots_RS >= bounds_R2[:, 0:1]) & (slots_RS <= bounds_R2[:, 1:2])
     if tree_RX is None:
         return seen
     # The tree's columns, each moved to its slot by a product with zeros and ones.
     shape = (tree_RX.shape[1], count)
-    slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    moved = slots == tree_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    moved = slots(shape) == tree_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return seen | (einsum_in_float32("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,14 @@ from specsamp.models.cache import LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
-from specsamp.models.kernels.common import LANES, MAX_SMALL, PAIRED_SIZE, WARPS, in_one_kernel
+from specsamp.models.kernels.common import (
+    LANES,
+    MAX_SMALL,
+    PAIRED_SIZE,
+    WARPS,
+    in_one_kernel,
+    stream_steps,
+)
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
 from specsamp.models.kernels.expand_rows import expand_rows
 from specsamp.models.kernels.mix_experts import mix_experts, part_width
@@ -110,8 +118,8 @@ class PallasKernels(Kernels):
     def write(
         self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array
     ) -> tuple[Array, ...]:
-        """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..`` of their
-        arrays.
+        """Writes keys and values ``[B, M, T, H]``, and scales ``[B, M, 1, T]``, in place, in slots
+        ``start_B ..`` of their arrays.
         """
         append = functools.partial(append_rows, interpret=self.interpret)
         if self.layout is not None:
@@ -123,8 +131,10 @@ class PallasKernels(Kernels):
         """Returns whether operations on ``[..., T, X]`` are done by one kernel: each alone would
         cost what its start costs.
         """
-        padded = x.size // x.shape[-2] * -(-x.shape[-2] // 8) * 8  # to whole registers
-        return x.shape[-1] % LANES == 0 and x.size <= MAX_SMALL and padded <= 4 * MAX_SMALL
+        *rest, length, size = x.shape
+        padded = math.prod(rest) * -(-length // 8) * 8 * size  # to whole registers
+        is_few = padded <= MAX_SMALL or 1 < stream_steps(x.shape) <= MAX_TOKENS
+        return is_few and size % LANES == 0
 
     def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
         """Computes a function of arrays and trees of arrays; ``axes`` split axis 1 of the first
