@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.fields import MACHINE, ExperimentConfig
+from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
 from launch.lib.shapes import known_models
 from specsamp import Method, Pair, Rule, TransformerLM, validate
 from specsamp.analysis.workload import Workload, check_positions
@@ -27,6 +27,7 @@ from specsamp.models import few_rows
 from specsamp.models.int8 import decode_weights
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.sampling.warp import Warp
+from specsamp.tpu.int8_time import over_bfloat16
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
@@ -59,6 +60,19 @@ def use_few_rows(config: ExperimentConfig, console: Console) -> None:
         console.print(found, style="dim")
 
 
+def say_where_int8_is_slower(config: ExperimentConfig) -> None:
+    """Prints a line if int8 takes longer than bfloat16 on this TPU at this batch."""
+    device, rows = jax.devices()[0], max(config.batch // config.mesh.data, 1)
+    ratio = over_bfloat16(device.device_kind, rows)
+    if config.int8 != Int8Fields() and ratio is not None and ratio > 1:
+        entry.make_console(stderr=True).print(
+            f"int8 is slower than bfloat16 on {device.device_kind} at batch {rows}: a layer of the "
+            f"70B of configs/chinchilla.py takes {ratio} times as long (compiler estimate); leave "
+            "--config.int8",
+            style="bold red",
+        )
+
+
 def build(
     config: ExperimentConfig,
     prompts: Sequence[Prompt] = (),
@@ -87,6 +101,7 @@ def build(
         )
     mesh = config_mesh(config)
     choose_kernels(config.attention)
+    say_where_int8_is_slower(config)
     word, known, workload = config.word, known_models(config), config.workload()
     # Also of a drafter that --grid or --methods names.
     if config.exit_layer is not None and "target" in known:

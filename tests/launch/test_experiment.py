@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -37,6 +38,7 @@ from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.evaluation.task import Problem, first_of_each
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK
+from specsamp.tpu import int8_time
 from specsamp.training.source import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
@@ -121,6 +123,21 @@ def test_sampling_that_is_off_is_left_out():
     assert [type(warp) for warp in fields.warp().warps] == [Temperature, TopK, MinP]
     assert dataclasses.replace(fields, temperature=0.0).warp() == Greedy()
     assert isinstance(SamplingFields(temperature=0.8).warp(), Chain)
+
+
+def test_slower_int8_is_told_before_it_starts(monkeypatch, capsys):
+    monkeypatch.setattr(int8_time, "OVER_BFLOAT16", {"v4": {1: 0.8, 8: 1.3}})
+
+    def told(kind, **fields):
+        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+        experiment.say_where_int8_is_slower(turned(**fields))
+        return capsys.readouterr().err
+
+    lines = told("TPU v4", batch=20, int8__weights="target").splitlines()
+    assert len(lines) == 1 and "at batch 20" in lines[0] and "takes 1.3 times" in lines[0]
+    assert told("TPU v4", batch=20) == ""
+    assert told("TPU v4", batch=7, int8__caches="target") == ""
+    assert told("TPU v5e", batch=20, int8__caches="target") == ""
 
 
 def test_the_demo_counts_its_prompts():

@@ -3,8 +3,9 @@
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest
+from launch.studies import backtest, int8_layer
 from specsamp.analysis.report import as_json
+from specsamp.tpu.int8_time import OVER_BFLOAT16
 from support.run_script import ROOT, module
 
 
@@ -27,6 +28,14 @@ def test_backtest_compares_all_kinds_of_rows(measured):
         13,
         24,
     ]
+
+
+def test_commands_have_the_committed_ratios_of_int8():
+    committed = {chip: study.read_result(f"compile_int8_{chip}") for chip in OVER_BFLOAT16}
+    assert committed and OVER_BFLOAT16 == {
+        chip: {row["batch"]: round(int8_layer.ratio(row), 2) for row in document["rows"]}
+        for chip, document in committed.items()
+    }
 
 
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
