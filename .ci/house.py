@@ -63,10 +63,29 @@ def modules_with(name):
     return int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
 
 
+def tracked_files():
+    """Returns the names of the files that git tracks."""
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def installing_texts():
+    """Returns the number of texts that install the package from an index: no index has a package of
+    this name, so anyone could register it.
+    """
+    by_name = re.compile(r"pip install [^\n]*?(?<![\w/@.-])specsamp\b(?![/.]|\[[\w,]+\] @)")
+    assert by_name.search("pip install 'specsamp[serve]'")  # the control
+    texts = [
+        name
+        for name in tracked_files()
+        if name.endswith((".py", ".md", ".sh", ".ipynb")) and name != ".ci/house.py"
+    ]
+    return sum(bool(by_name.search((ROOT / name).read_text(encoding="utf-8"))) for name in texts)
+
+
 def tracked_bytes():
     """Returns the bytes of all tracked weights, and of the largest other file."""
-    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    sizes = {name: (ROOT / name).stat().st_size for name in names if (ROOT / name).is_file()}
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked_files()}
     weights = {name: size for name, size in sizes.items() if name.endswith(".safetensors")}
     return sum(weights.values()), max(sizes[name] for name in sizes.keys() - weights)
 
@@ -91,6 +110,7 @@ def main():
         ("modules that decoding.loop imports", modules_with("specsamp.decoding.loop"), 21),
         ("modules that decoding.generate imports", modules_with("specsamp.decoding.generate"), 32),
         ("seconds of the quick tests on a core", quick_seconds(), 24 * 60),
+        ("texts that install the package by its name", installing_texts(), 0),
         ("bytes of tracked weights", weights, 66_000_000),
         ("bytes of the largest other file", largest, 1_000_000),
     ]
