@@ -36,7 +36,7 @@ KEYS = [
 
 
 def measure(options, say, *, topology: str, slots: int, batch: int, drafter: str) -> dict[str, Any]:
-    """Compiles a draft step and a round, and with a window a plain step."""
+    """Compiles a round, and the step of a draft or, beside a window, of the target."""
     kernels = choose_kernels("auto", backend="tpu")
     target, draft = (
         TransformerLM(parse_config(name, CONFIGS[name], "bfloat16")[1], kernels=kernels)
@@ -57,7 +57,7 @@ def measure(options, say, *, topology: str, slots: int, batch: int, drafter: str
         slots=slots,
         inside=drafter == "window",
     )
-    names = ["draft step", "round", *["target step"] * (drafter == "window")]
+    names = ["target step" if drafter == "window" else "draft step", "round"]
     report = compile_report(
         programs, topology=topology, size=K, rule=TokenRule(), names=names, progress=say
     )
