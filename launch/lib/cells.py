@@ -12,7 +12,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.experiment import Experiment
-from launch.lib.fields import ExperimentConfig, SamplingFields
+from launch.lib.fields import ExperimentConfig, SamplingFields, own_with_digest
 from specsamp import machine, storage
 from specsamp.analysis.grid import SIDES, Cell, Results, describe, measure_cells
 from specsamp.decoding.request import Prompt
@@ -91,7 +91,7 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
         key |= {
             "draft_length": config.draft_length,
             "drafter": config.drafter_name,
-            "rule": config.rule,
+            "rule": own_with_digest(config.rule),
             "draft_temperature": config.draft_temperature,
         }
         if not config.adaptive.is_off:

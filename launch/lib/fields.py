@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 import operator
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from ml_collections import ConfigDict
@@ -23,6 +24,7 @@ from launch.lib.drafters import (
     read_corpus,
     refuse_unread,
 )
+from launch.lib.own_code import is_own
 from launch.lib.rules import make_rule
 from specsamp import (
     Drafter,
@@ -65,6 +67,16 @@ Share = Annotated[float, (validate.number, 0, 1)]
 def check_sinks(name: str, value: int | None) -> int:
     """Returns the number of a window's sinks; None: there are none."""
     return validate.integer(name, 0 if value is None else value, 0)
+
+
+def with_digest(text: str, path: str) -> str:
+    """Returns a text that names a file, with a digest of the file's contents."""
+    return f"{text}@{hashlib.sha256(storage.place(path).read_bytes()).hexdigest()[:8]}"
+
+
+def own_with_digest(word: str) -> str:
+    """Returns the name of a drafter or a rule in results; code of the user's own has a digest."""
+    return with_digest(word, f"{word.split('.py:')[0]}.py") if is_own(word) else word
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,14 +283,14 @@ class ExperimentConfig(Config):
 
     @property
     def drafter_name(self) -> str:
-        """Returns the drafter's name in results: its word, its exit layer or window, and
-        its tree.
+        """Returns the drafter's name in results: its word, the fields that it reads, and
+        its tree; with digests of files that it names.
         """
-        name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
-        if self.drafter == "window":
-            name = f"window {self.sinks} + {self.window}"
-        if self.drafter == "ngram" and self.corpus:
-            name = f"ngram in {self.corpus}"
+        read = {field: getattr(self, field) for field in self.word.reads}
+        if self.corpus and "corpus" in read:
+            read["corpus"] = with_digest(self.corpus, self.corpus)
+        told = ", ".join(f"{field} {value}" for field, value in read.items() if value != "")
+        name = own_with_digest(self.drafter) + (f" ({told})" if told else "")
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property

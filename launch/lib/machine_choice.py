@@ -64,7 +64,13 @@ class Calls:
                 "number"
             )
         folder = use_compilation_cache()
-        told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
+        told = {
+            "config": config.recorded,
+            "drafter": config.drafter_name,
+            "weights": weights_of(config),
+            "source": machine.source_version(),
+            **machine_identity(),
+        }
         key = hashlib.sha256(report.json_text(told).encode()).hexdigest()[:16]
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
         # None is kept yet, or it is damaged.
@@ -109,6 +115,21 @@ class Calls:
             )
             for word, side in decoders(pair, candidates(config, pair), work).items()
         }
+
+
+def weights_of(config: ExperimentConfig) -> list[tuple[str, int, int]]:
+    """Returns names, bytes and times of change of the pair's local files, which a new export
+    changes.
+    """
+    folders = [] if config.pair is None else [pair_folder(config.pair)]
+    if (names := config.hugging_face) is not None:
+        folders = [names.target, names.draft or names.target]
+    paths = [
+        path
+        for folder in folders
+        for path in sorted(pathlib.Path(folder).expanduser().rglob("*.safetensors"))
+    ]
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 def is_possible(config: ExperimentConfig) -> bool:

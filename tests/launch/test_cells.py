@@ -68,6 +68,21 @@ def test_a_grid_becomes_cells(experiment):
     assert "synthetic_acceptance" not in heated.key
 
 
+@pytest.mark.parametrize(
+    "drafter, grid",
+    [
+        ("window", "sinks=0,4"),
+        ("choosing:ngram:window", "window=8,64"),
+        ("pard", "mask_id=1,2"),
+    ],
+)
+def test_fields_of_the_drafter_make_cells(experiment, drafter, grid):
+    config = ExperimentConfig.from_config_dict(trained_pair.get_config())
+    config = config.turned({"window": 8, "mask_id": 1, "drafter": drafter})
+    made = cells.make_cells(cells.turned(config, points(grid)), experiment)
+    assert len(made) == 2
+
+
 def test_cells_of_other_weights_make_another_file(tmp_path):
     """The same pair after another training, which changes only its weights, is refused."""
     path, config = (

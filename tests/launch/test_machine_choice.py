@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -76,6 +77,8 @@ def test_best_forecast_is_chosen_by_one_timing(config, monkeypatch, tmp_path, mo
     (kept,) = (tmp_path / "kept").iterdir()
     kept.write_text("{")
     assert choose(config, monkeypatch, model=model, ngram=ngram)[1], "a damaged file is made anew"
+    os.utime(tmp_path / "draft.safetensors", ns=(0, 0))
+    assert choose(config, monkeypatch, model=model, ngram=ngram)[1], "the pair was exported again"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from launch.lib import experiment
 from launch.lib.config import load_config
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, own_with_digest
 from support.run_script import succeed
 
 CODE = """
@@ -75,6 +75,22 @@ def test_expressions_use_models_and_make_equal_drafters(own):
     built = experiment.build(made)
     assert built.method.drafter.target == built.pair.target
     assert built.method.drafter == experiment.build(made).method.drafter
+
+
+def test_changed_files_have_another_name_in_results(own, tmp_path):
+    (tmp_path / "texts.txt").write_text("a")
+    cases = [dict(drafter=f"{own}:Repeats(K)"), dict(rule=f"{own}:Mine()")]
+    cases.append(dict(drafter="ngram", corpus=str(tmp_path / "texts.txt")))
+
+    def names():
+        made = [config(**fields) for fields in cases]
+        return {(one.drafter_name, own_with_digest(one.rule)) for one in made}
+
+    before = names()
+    assert names() == before
+    for path in tmp_path.glob("*.*"):
+        path.write_text(f"{path.read_text()}\n")
+    assert not names() & before
 
 
 @pytest.mark.parametrize(
