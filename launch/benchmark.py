@@ -84,7 +84,8 @@ def main() -> None:
     if not grids:
         raise ValueError(f"--sweep: {_CONFIG.text} has no GRIDS, lists of what --grid takes")
     points = [point for texts in grids for point in parse_grid([*texts, *_GRID.value])]
-    _CONFIG.refuse_unread([point.get("drafter", config.drafter) for point in points])
+    drafters = [point.get("drafter", config.drafter) for point in points]
+    _CONFIG.refuse_unread(drafters, set().union(*points))
     of_grid = [name for name in points[0] if all(name in point for point in points)]
     _CONFIG.refuse_fields(of_grid, "--grid sets it")
     if _TRACE.value and len(points) > 1:

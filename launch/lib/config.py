@@ -72,7 +72,7 @@ class ConfigFlag:
         this command.
         """
         for name in self.fields_set:
-            if name.partition(".")[0] in names:
+            if {name, name.partition(".")[0]} & {*names}:
                 raise ValueError(
                     f"--config.{name}={known_fields(self.fields)[name]} has no effect: {why}"
                 )

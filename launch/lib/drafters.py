@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -178,21 +178,37 @@ def check_word(name: str, value: Any) -> str:
     return value
 
 
-def refuse_unread(flag: ConfigFlag, config: Any, drafters: Sequence[str] = ()) -> None:
+def refuse_unread(
+    flag: ConfigFlag, config: Any, drafters: Sequence[str] = (), grid: Collection[str] = ()
+) -> None:
     """Raises ValueError for a field that was set and that none of the drafters reads.
 
     Args:
       flag: --config, for the fields that were set.
       config: the value of the flag.
       drafters: the words that a command uses, if not that of the configuration alone.
+      grid: the fields that --grid sets.
     """
-    words = list(dict.fromkeys(drafters)) or [config.drafter]
+    words = [check_word("drafter", word) for word in dict.fromkeys(drafters)] or [config.drafter]
     read = {name for word in words for name in meaning(word).reads}
-    for reader, word in DRAFTERS.items():
-        why = f"it is of drafter={reader}, not of {', '.join(words)}"
-        flag.refuse_fields([name for name in word.reads if name not in read], why)
+    unread = {
+        name: f"it is of drafter={reader}, not of {', '.join(words)}"
+        for reader, word in DRAFTERS.items()
+        for name in word.reads
+        if name not in read
+    }
+    if not any(is_own(word) or meaning(word).draft for word in words):
+        for name, side in vars(config.int8).items():
+            if side == "draft":
+                unread[f"int8.{name}"] = f"drafter={', '.join(words)} reads no draft"
+    if {part for word in words for part in word.split(":")} <= {"ngram", "none", *COLLECTIVES}:
+        unread["draft_temperature"] = f"drafter={', '.join(words)} draws no tokens"
     if config.tree:
-        flag.refuse_fields(["draft_length"], f"tree={tuple(config.tree)} has its own")
+        unread["draft_length"] = f"tree={tuple(config.tree)} has its own"
+    for name, why in unread.items():
+        flag.refuse_fields([name], why)
+        if name in grid:
+            raise ValueError(f"--grid={name} has no effect: {why}")
 
 
 def meaning(word: str) -> Word:
@@ -247,11 +263,11 @@ class AdaptiveFields:
     least: Annotated[float, (validate.number, 0, 1)] = 0.3
 
     def __post_init__(self):
-        for name in () if self.lengths else ("costs_ms", "usual"):
-            if getattr(self, name) not in ((), None):
-                raise ValueError(
-                    f"{name} has no effect without adaptive.lengths; got {getattr(self, name)!r}"
-                )
+        readers = {"costs_ms": "lengths", "usual": "lengths", "acceptance": "lengths"}
+        for name, reader in (readers | {"least": "stop"}).items():
+            value, off = getattr(self, name), getattr(self, reader) in ((), "none")
+            if off and value != getattr(type(self), name):
+                raise ValueError(f"{name} has no effect without adaptive.{reader}; got {value!r}")
 
     @property
     def is_off(self) -> bool:

@@ -365,11 +365,11 @@ class ExperimentFlag(ConfigFlag):
         self.refuse_unread()
         return self.value
 
-    def refuse_unread(self, drafters: Sequence[str] = ()) -> None:
-        """Raises ValueError for a field that was set and that none of the drafters reads; default
-        the drafter of the configuration.
+    def refuse_unread(self, drafters: Sequence[str] = (), grid: Collection[str] = ()) -> None:
+        """Raises ValueError for a field that was set, or that a ``grid`` sets, and that none of the
+        drafters reads; default the drafter of the configuration.
         """
-        refuse_unread(self, self.value, drafters)
+        refuse_unread(self, self.value, drafters, grid)
 
 
 def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
