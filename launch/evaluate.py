@@ -9,7 +9,8 @@ acceptance.
 
 A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every
 drafted token, whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical",
-is shown with its cost; --require_exact refuses it. Problems are decoded in blocks (the categories
+is shown with its cost; --require_exact refuses it. A rule or a drafter of your own is
+FILE.py:EXPRESSION, with no slash in the expression. Problems are decoded in blocks (the categories
 of the task, if it has any), each with every method before the next block begins. With --output,
 finished blocks and completions are written at once: the same command resumes, and a command with
 more methods for the same pair, task and requests adds them. --replica=i/N takes a part of the
@@ -34,7 +35,8 @@ from launch.lib import costs, entry
 from launch.lib.cells import machine_identity
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import Experiment, build, headline
-from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag
+from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag, own_with_digest
+from launch.lib.own_code import is_own
 from launch.lib.rules import LOSSY, RULES
 from specsamp import CompletionLog, Pair, storage, validate
 from specsamp.analysis import report
@@ -58,6 +60,11 @@ WAYS = {
     PLAIN: {"rule": "token", "draft_length": 0},
     ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0},
 }
+NAMES = [PLAIN, ALWAYS, *RULES, *LOSSY]
+# The path of your own code may have slashes; its expression has none. A path does not begin with
+# the name of a rule.
+DRAFTER = r"((?:[^:]*\.py:)?[^/]+)"
+RULE = rf"((?:(?!(?:{'|'.join(NAMES)})[:/])[^:]*\.py:)?[^/]+)"
 FEW = 20  # problems; a bootstrap of fewer is uncertain
 # Fields of the configuration that do not change what a problem asks.
 LEFT_OUT = (
@@ -239,13 +246,14 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
     """Returns the configuration of each method in --methods."""
     ways: dict[str, ExperimentConfig] = {}
     for word in _METHODS.value or [""]:
-        match = re.fullmatch(r"(?!plain/)([^/]+)(?:/([^/]+))?(?:/(\d+))?", word)
+        match = re.fullmatch(rf"(?!plain/){RULE}(?:/{DRAFTER})?(?:/(\d+))?", word)
         if match is None:
             raise ValueError(
                 f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K"
             )
         rule, drafter, K = match.groups()
-        validate.choice("--methods", rule.partition(":")[0], [PLAIN, ALWAYS, *RULES, *LOSSY])
+        if not is_own(rule):
+            validate.choice("--methods", rule.partition(":")[0], NAMES)
         point = ({"drafter": drafter} if drafter else {}) | ({"draft_length": int(K)} if K else {})
         own = config.turned(point | WAYS.get(rule, {"rule": rule}))
         if _REQUIRE_EXACT.value:
@@ -256,7 +264,8 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
             raise ValueError(
                 f"--methods has {word!r} with K = {own.draft_length}: name a number of at least 1"
             )
-        name = PLAIN if rule == PLAIN else f"{rule}, {own.drafter_name}, K = {own.draft_length}"
+        name = f"{own_with_digest(rule)}, {own.drafter_name}, K = {own.draft_length}"
+        name = PLAIN if rule == PLAIN else name
         if name in ways:
             raise ValueError(f"--methods names {name} twice")
         ways[name] = own
