@@ -350,7 +350,8 @@ class _Traversal:
     """The remaining tree and distributions, which are folded, during a walk of `TraversalRule`."""
 
     target_BT: Array  # the target's distributions minus the rejected mass
-    draft_BR: Array | None
+    # A row for each scored row: a rejected token is dead below its own parent alone.
+    draft_BT: Array | None
     weights_BT: Array  # the weight of the path to each row; -1 until it is on a path
     is_gone_BK: Array
     is_chosen_BK: Array
@@ -363,9 +364,11 @@ class _Traversal:
     def start(cls, draft: Draft, target_BTV: Array, depth: int, is_chosen_BK: Array) -> _Traversal:
         batch, K = draft.tokens_BK.shape
         weights_BT = jnp.full((batch, K + 1), -1, target_BTV.dtype)
+        rows_BT = jnp.broadcast_to(jnp.arange(K + 1), weights_BT.shape)
+        draft_BTV = jax.vmap(draft.probs_at, in_axes=1, out_axes=1)(rows_BT)
         return cls(
             target_BT=fold(target_BTV),
-            draft_BR=None if draft.log_probs_BRV is None else fold(jnp.exp(draft.log_probs_BRV)),
+            draft_BT=None if draft_BTV is None else fold(draft_BTV),
             weights_BT=weights_BT.at[:, 0].set(1),
             is_gone_BK=~draft.is_drafted_BK,
             is_chosen_BK=is_chosen_BK,
@@ -402,7 +405,8 @@ class _Traversal:
         distributions.
         """
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
-        of_target, of_draft = read_row(self.target_BT, parent_B), self._draft_at(draft, parent_B)
+        of_target = read_row(self.target_BT, parent_B)
+        of_draft = None if self.draft_BT is None else read_row(self.draft_BT, parent_B)
         law = law_of(of_draft, token_B, take_row(self.is_chosen_BK, node_B), of_target)
         subtracts_B = rejects_B & (take_token(law, token_B) > 0)
         weight_B = take_row(self.weights_BT, parent_B)
@@ -414,15 +418,13 @@ class _Traversal:
             jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None]
         )
         new = jnp.where(subtracts_B[:, None, None], normalise(left, of_target), of_target)
-        draft_BR = self.draft_BR
-        if draft_BR is not None and is_distinct:
-            draft_BR = _put(
-                draft_BR, without(of_draft, token_B, subtracts_B), draft.law_rows(parent_B)
-            )
+        draft_BT = self.draft_BT
+        if draft_BT is not None and is_distinct:
+            draft_BT = _put(draft_BT, without(of_draft, token_B, subtracts_B), parent_B)
         return dataclasses.replace(
             self,
             target_BT=_put(self.target_BT, new, parent_B),
-            draft_BR=draft_BR,
+            draft_BT=draft_BT,
             weights_BT=jnp.where(is_parent_BT, after_B[:, None], self.weights_BT),
             is_gone_BK=self.is_gone_BK
             | (
@@ -434,13 +436,10 @@ class _Traversal:
         """Returns the remaining probabilities of a row under target and draft."""
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
         q_B = take_token(self.target_BT, token_B, parent_B)
-        if self.draft_BR is None:
+        if self.draft_BT is None:
             return q_B, jnp.ones_like(q_B)
-        p_B = take_token(self.draft_BR, token_B, draft.law_rows(parent_B))
+        p_B = take_token(self.draft_BT, token_B, parent_B)
         return q_B, jnp.where(take_row(self.is_chosen_BK, node_B), 1, p_B)
-
-    def _draft_at(self, draft: Draft, row_B: Array) -> Array | None:
-        return None if self.draft_BR is None else read_row(self.draft_BR, draft.law_rows(row_B))
 
 
 # The functions below take folded distributions ``[B, 8, V / 8]``, see

@@ -1,5 +1,6 @@
 """Rules over trees, enumerated in float64: tables of the literature, joint laws of whole trees."""
 
+import dataclasses
 import functools
 
 import jax
@@ -170,6 +171,26 @@ def test_accepted_tokens_of_whole_trees():
     for rule, expected in WHOLE.items():
         _, accepted = enumerate_tree(rule, (0, 0, 1, 2), q, p, 3)
         assert_allclose(accepted[0], expected, atol=EXACT, err_msg=name_of(rule))
+
+
+class Shares(TraversalRule):
+    """Gives all rows but the root's one distribution, as the heads of Medusa do."""
+
+    def walk(self, draft, target, uniforms_BK):
+        batch, count, _ = draft.log_probs_BRV.shape
+        shared = dataclasses.replace(
+            draft,
+            log_probs_BRV=draft.log_probs_BRV[:, :2],
+            law_rows_BT=jnp.broadcast_to(jnp.minimum(jnp.arange(count), 1), (batch, count)),
+        )
+        return super().walk(shared, target, uniforms_BK)
+
+
+def test_traversal_of_parents_that_share_a_distribution():
+    q, p = (constant(x, 3) for x in PAIRS["reversed"])
+    alone, shared = (enumerate_tree(rule, TWO, q, p, 3) for rule in (TraversalRule(), Shares()))
+    assert np.abs(shared[0] - autoregressive(q, 3)).max() < EXACT
+    assert_allclose(shared[1], alone[1], atol=EXACT)
 
 
 # Single steps.
