@@ -10,6 +10,7 @@ trained on a text depends on the noise of this text, which must not verify its p
 once; a `Service` takes seeds of its own.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,8 @@ class DraftLearner:
             are refused.
           config: of the optimizer; a batch of ``config.batch`` windows makes an update, up to
             ``config.steps`` of them.
-          length: tokens that a window predicts. Texts are cut into windows; an end shorter than a
-            window is kept for the next text.
+          length: tokens that a window predicts. Texts are joined and cut into windows; the tokens
+            after the last full batch are kept for the next text.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -66,17 +67,19 @@ class DraftLearner:
         Raises:
           FloatingPointError: the loss or the gradient is no longer finite.
         """
-        self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
-        size = self._config.batch * (self._length + 1)
-        if len(self._tokens) < size or len(self.losses) >= self._config.steps:
+        left = self._config.steps - len(self.losses)
+        if not left:
             return None
-        windows_BT = self._tokens[:size].reshape(-1, self._length + 1)
-        self._tokens = self._tokens[size:]
-        self.state, numbers = train_update(
-            self._task, self._config, self.state, self._teacher, windows_BT
-        )
-        numbers = {name: float(value) for name, value in numbers.items()}
-        check_finite(len(self.losses) + 1, numbers, None)
-        self.losses.append(numbers["loss"])
+        tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
+        shape = self._config.batch, self._length + 1
+        count = min(len(tokens) // math.prod(shape), left)
+        batches, self._tokens = np.split(tokens, [count * math.prod(shape)])
+        for windows_BT in batches.reshape(count, *shape):
+            self.state, numbers = train_update(
+                self._task, self._config, self.state, self._teacher, windows_BT
+            )
+            numbers = {name: float(value) for name, value in numbers.items()}
+            check_finite(len(self.losses) + 1, numbers, None)
+            self.losses.append(numbers["loss"])
         # The next update takes the state's own memory.
-        return jax.tree.map(jax.numpy.copy, self.state.params)
+        return jax.tree.map(jax.numpy.copy, self.state.params) if count else None

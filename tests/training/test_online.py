@@ -195,10 +195,11 @@ def test_prefix_of_a_former_draft_is_dropped():
 
 
 def test_updates_end_at_the_last_step():
-    learns = DraftLearner(PAIR, TrainConfig(steps=1, batch=1, warmup_steps=0), 2)
-    assert (
-        learns([1, 2]) is None and learns([3, 4]) is not None and learns([1, 2, 3, 4, 5, 0]) is None
-    )
+    learns = DraftLearner(PAIR, TrainConfig(steps=3, batch=1, warmup_steps=0), 2)
+    assert learns([1, 2]) is None and learns([3, 4]) is not None and len(learns.losses) == 1
+    assert learns([1, 2] * 50) is not None and len(learns.losses) == 3, "a long text makes several"
+    kept = len(learns._tokens)
+    assert learns([1, 2] * 50) is None and len(learns._tokens) == kept
 
 
 @pytest.mark.parametrize(
