@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import io
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -204,7 +205,8 @@ def read_prompts(path: str | None) -> list[Prompt]:
                 for one in listed
             ]
     else:
-        prompts = [line.replace("\\n", "\n") for line in storage.read_text(path).splitlines()]
+        lines = io.StringIO(storage.read_text(path), newline=None)  # a form feed ends no line
+        prompts = [line.removesuffix("\n").replace("\\n", "\n") for line in lines]
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     if not all(prompts):

@@ -162,7 +162,7 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
     if not name.endswith(".jsonl"):
         yield name, text
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

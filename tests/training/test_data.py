@@ -182,7 +182,8 @@ def test_mixture_has_its_shares_per_epoch():
 def test_conversations_of_a_jsonl_file(tmp_path):
     """Each line is a text with its own side of the split, and is written by the chat template."""
     lines = [
-        json.dumps({"messages": [{"role": "user", "content": chr(97 + i)}]}) for i in range(20)
+        json.dumps({"messages": [{"content": chr(97 + i)}], "name": "\u2028"}, ensure_ascii=False)
+        for i in range(20)
     ]
     corpus = read_corpus(
         write(tmp_path, {"talk.jsonl": "\n\n".join(lines)}), pattern="*.jsonl", held_out=0.3
@@ -191,7 +192,7 @@ def test_conversations_of_a_jsonl_file(tmp_path):
         len(corpus.train) + len(corpus.held_out) == 20
         and "talk.jsonl:1" in corpus.train | corpus.held_out
     )
-    assert corpus.describe()["train_bytes"] == sum(len(text) for text in corpus.train.values())
+    assert corpus.describe()["train_bytes"] == len("".join(corpus.train.values()).encode())
 
     def encode_chat(messages, *, complete):
         assert complete
