@@ -94,6 +94,7 @@ def generate_many(
                 "max_new_tokens, log, seed, stop, num_samples and prompt_ids"
             )
         asked = list(prompts)
+        check_learner(learner, method)
         method, requests = _make_all(pair, method, asked, learner is not None)
     else:
         asked = []
