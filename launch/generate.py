@@ -27,7 +27,8 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.experiment import build, headline
-from launch.lib.fields import ExperimentConfig, ExperimentFlag
+from launch.lib.fields import ExperimentConfig, ExperimentFlag, own_with_digest
+from launch.lib.own_code import is_own
 from specsamp import CompletionLog, generate_many, storage, validate
 from specsamp.decoding.request import Prompt
 from specsamp.evaluation.records import read_records
@@ -73,7 +74,9 @@ def main() -> None:
     prompts = replica.part(read_prompts(_PROMPTS.value, bool(config.chat)), "prompts")
     texts = list(prompts.values())
     experiment = build(config, texts[: config.batch])
-    log = CompletionLog(_OUTPUT.value, {"weights": experiment.weights}, replica)
+    own = [own_with_digest(word) for word in (config.rule, config.drafter) if is_own(word)]
+    made_by = {"weights": experiment.weights} | ({"own code": own} if own else {})
+    log = CompletionLog(_OUTPUT.value, made_by, replica)
     queue = generate_many(
         experiment.pair,
         texts,
