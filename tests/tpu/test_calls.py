@@ -122,12 +122,12 @@ PLAIN = TransformerConfig(
 )
 
 
-def widened(spec, x, y, *, dtype=None):
+def widened(spec, x, y, **options):
     """Multiplies by a matrix that is converted first; a row is written again at an index from x."""
     wide = dequantise(y).astype(x.dtype)
     row = (x.ravel()[0] > 0).astype(jnp.int32)
     return products.contract(
-        spec, x, jax.lax.dynamic_update_slice_in_dim(wide, wide[:1], row, 0), dtype=dtype
+        spec, x, jax.lax.dynamic_update_slice_in_dim(wide, wide[:1], row, 0), **options
     )
 
 
@@ -141,8 +141,8 @@ def test_int8_weights_are_read_and_not_widened(monkeypatch):
     assert traffic.read < 1.05 * floor and traffic.copies == []
     assert traffic.written < 0.01 * floor and memory.temp_size_in_bytes < 0.01 * floor
 
-    def contract(spec, x, y, *, dtype=None):
-        return (widened if is_int8(y) else products.contract)(spec, x, y, dtype=dtype)
+    def contract(spec, x, y, **options):
+        return (widened if is_int8(y) else products.contract)(spec, x, y, **options)
 
     for module in ("attention", "modules", "decoder"):
         monkeypatch.setattr(f"specsamp.models.{module}.contract", contract)
