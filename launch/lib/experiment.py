@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
+from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields, PublicNames
 from launch.lib.shapes import known_models
-from specsamp import Method, Pair, Rule, TransformerLM, validate
+from specsamp import Method, Pair, Rule, TransformerLM, storage, validate
 from specsamp.analysis.workload import Workload, check_positions
+from specsamp.checkpoints.architectures import parse_config
+from specsamp.checkpoints.hub import find_folder
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -276,6 +278,17 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
     return jax.jit(make)(key)
 
 
+def read_kv_heads(names: PublicNames | None) -> int | None:
+    """Returns the kv heads that all layers of a target share, by its config.json; None without."""
+    if names is None:
+        return None
+    try:
+        content = storage.read_json(find_folder(names.target)[0] / "config.json")
+        return parse_config(names.target, content, names.dtype)[1].kv_heads_of_all
+    except (FileNotFoundError, ValueError):  # reading the target says why
+        return None
+
+
 def config_mesh(config: ExperimentConfig) -> Mesh | None:
     """Returns the mesh of a configuration over all devices of all processes; None for a single
     device.
@@ -288,6 +301,8 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
         fields.data,
         fields.model,
         draft_model_parallelism=fields.draft_devices,
-        num_kv_heads=known["target"].config.kv_heads_of_all if known else None,
+        num_kv_heads=known["target"].config.kv_heads_of_all
+        if "target" in known
+        else read_kv_heads(config.hugging_face),
         rows=config.batch // fields.data,
     )

@@ -289,7 +289,7 @@ class ExperimentConfig(Config):
         read = {field: getattr(self, field) for field in self.word.reads}
         if self.corpus and "corpus" in read:
             read["corpus"] = with_digest(self.corpus, self.corpus)
-        told = ", ".join(f"{field} {value}" for field, value in read.items() if value != "")
+        told = "; ".join(f"{field} {value}" for field, value in read.items() if value != "")
         name = own_with_digest(self.drafter) + (f" ({told})" if told else "")
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 

@@ -31,7 +31,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 # What programs are made of.
 _SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]
 # Packages of values in a loop; the versions of all but the first are part of a program's digest.
-_KNOWN = ("specsamp", "builtins", "numpy", "jax", "jaxlib", "flax", "ml_dtypes")
+_KNOWN = ("specsamp", "builtins", "numpy", "jax", "jaxlib", "flax")
 _found = collections.Counter()  # events of JAX's own cache, by thread
 jax.monitoring.register_event_listener(
     lambda event, **_: _found.update([(event, threading.get_ident())])

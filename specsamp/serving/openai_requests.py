@@ -420,6 +420,7 @@ class ChatRequest(GenerationRequest):
 # Of JSON schemas: what they allow does not depend on these.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+BY_NAME |= {"dependentRequired", "dependencies"}
 
 
 def _rules_of(schema: Any) -> Any:

@@ -109,6 +109,18 @@ class Background:
             self._begun.add(program)
             self.ready.add(program)
 
+    def attempt(self, program: Hashable) -> None:
+        """Prepares a program now, unless it is ready, or adds it to those that failed."""
+        if program in self.ready:
+            return
+        try:
+            self._prepare(program)
+        except Exception:
+            logging.exception("%s was not compiled", program)
+            self.failed.add(program)
+        self._begun.add(program)
+        self.ready.add(program)
+
     def close(self) -> None:
         """Waits for the end of the current preparation, and begins no other."""
         if self._thread is not None:
@@ -117,12 +129,7 @@ class Background:
     def _make_next(self) -> None:
         with self._lock:
             program = self._queue.pop()
-        try:
-            self._prepare(program)
-        except Exception:
-            logging.exception("%s was not compiled", program)
-            self.failed.add(program)
-        self.ready.add(program)
+        self.attempt(program)
         self.notify()
 
 
@@ -154,8 +161,11 @@ class Sizes:
 
     def compile_first(self, threads: int) -> None:
         """Compiles the programs of the first requests, of one as of many."""
+        smallest, chunks, *larger = self._first_programs()
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(self.programs.make, self._first_programs()))
+            list(pool.map(self.programs.make, (smallest, chunks)))
+        for program in larger:  # one after another, since their caches are large
+            self.programs.attempt(program)
 
     def begin_first(self) -> None:
         """Begins to compile the programs of the first requests, and the way back to fewer rows."""

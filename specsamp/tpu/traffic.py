@@ -97,7 +97,9 @@ class Traffic:
 
     @property
     def parts(self) -> list[tuple[float, float]]:
-        """Bytes and cycles of each loop, and of all else: no prefetch begins or ends in another."""
+        """Bytes and cycles of each loop without a prefetch that goes on during it, and of all
+        else.
+        """
         loops_X2 = np.array(self.loops).reshape(-1, 2)
         rest = np.subtract([self.bytes, self.cycles], loops_X2.sum(axis=0))
         return [*self.loops, tuple(rest.tolist())]
@@ -152,8 +154,16 @@ class Tally:
         """Counts a computation; what it calls is counted as often as it is called."""
         body = self.module.computations[computation]
         total = Traffic()
+        started: set[str] = set()
         for instruction in body.values():
+            if instruction.opcode.endswith("-start"):
+                started.add(instruction.name)
+            elif instruction.opcode.endswith("-done"):
+                started.difference_update(instruction.operands)
+            loops = len(total.loops)
             self.count(instruction, body, total)
+            if started:  # a prefetch goes on during the loop: it is no part of its own
+                del total.loops[loops:]
         return total
 
     def count(self, op: Instruction, body: dict[str, Instruction], total: Traffic) -> None:

@@ -12,7 +12,7 @@ import pytest
 from configs import hf
 from launch.lib import experiment
 from launch.lib.config import load_config
-from launch.lib.fields import ExperimentConfig, SamplingFields, make_model
+from launch.lib.fields import ExperimentConfig, PublicNames, SamplingFields, make_model
 from launch.lib.rules import make_rule
 from specsamp import (
     Adaptive,
@@ -35,6 +35,7 @@ from specsamp import (
     WindowDrafter,
 )
 from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.published import CONFIGS
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.evaluation.task import Problem, first_of_each
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK
@@ -308,3 +309,11 @@ def test_problems_of_each_category_are_the_first_ones():
     assert [one.id for one in first_of_each(problems, 1)] == ["0", "1"] and first_of_each(
         problems, None
     ) == problems
+
+
+def test_kv_heads_of_a_folder_are_read_for_the_mesh(tmp_path):
+    content = CONFIGS["meta-llama/Llama-3.1-8B"]
+    (tmp_path / "config.json").write_text(json.dumps(dict(content)))
+    assert experiment.read_kv_heads(PublicNames(target=str(tmp_path))) == 8
+    assert experiment.read_kv_heads(PublicNames(target=str(tmp_path / "none"))) is None
+    assert experiment.read_kv_heads(None) is None

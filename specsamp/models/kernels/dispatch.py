@@ -43,8 +43,8 @@ ATTENTION = ("auto", "plain", "kernel")
 class PallasKernels(Kernels):
     """Says how a model calls kernels; static.
 
-    Calls of many tokens, which read prompts, do without kernels; so do all caches whose slots are
-    no multiple of 128. Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
+    Calls of many tokens, which read prompts, have kernels for norms alone; so have all caches whose
+    slots are no multiple of 128. Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
 
     Attributes:
       layout: of the model over a mesh, each of whose devices calls the kernels for its own heads;
