@@ -184,7 +184,7 @@ def test_generated_text_has_another_style_than_prompt():
     tokenizer = types.SimpleNamespace(
         token_bytes=lambda token, before=None: bytes([token]), eos_id=0
     )
-    pair = types.SimpleNamespace(tokenizer=tokenizer)
+    pair = types.SimpleNamespace(tokenizer=tokenizer, stop=None)
     work = types.SimpleNamespace(prompts=[tuple(b"the prompt")], batch=1)
     stats = types.SimpleNamespace(emitted=3, rounds=1)
     timing = types.SimpleNamespace(
