@@ -1,5 +1,6 @@
 """gpt-oss: MXFP4 is read exactly, odd blocks are refused, and its kind of chat template renders."""
 
+import datetime
 import json
 
 import jax
@@ -9,11 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specsamp import TransformerLM
+from specsamp.checkpoints.chat import ChatTemplate
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.int8 import decode_weights, is_int8
-from support import golden
+from support import extras, golden
 
 OF_LAYER = "model.layers.{}.mlp.experts.{}"
 WIDTH, INNER, EXPERTS = 32, 64, 4
@@ -112,3 +114,62 @@ def test_odd_blocks_are_refused_in_one_line(change, message, tmp_path):
         checkpoint = open_checkpoint(tmp_path)
         read_params(checkpoint, TransformerLM(checkpoint.config))
     assert "\n" not in str(error.value)
+
+
+# Like the template of gpt-oss: recursive macros, a date, namespaces, calls of tools.
+TEMPLATE = """
+{%- macro type_of(spec) -%}
+  {%- if spec.type == "object" -%}
+    { {%- for name, one in spec.properties.items() -%}
+      {{ name }}{{ "" if name in spec.required else "?" }}: {{ type_of(one) }}
+      {%- if not loop.last %}, {% endif -%}
+    {%- endfor -%} }
+  {%- elif spec.enum is defined -%}{{ spec.enum | map("tojson") | join(" | ") }}
+  {%- else -%}{{ spec.type }}{%- endif -%}
+{%- endmacro -%}
+{%- set seen = namespace(tools=false) -%}
+<|start|>system<|message|>Current date: {{ strftime_now("%Y-%m-%d") }}
+{%- if model_identity is not defined %} by default{% endif -%}
+<|end|>
+{%- for tool in tools or [] -%}
+  {%- set seen.tools = true -%}
+  type {{ tool.function.name }} = (_: {{ type_of(tool.function.parameters) }}) => any;
+{%- endfor -%}
+{%- for message in messages -%}
+  {%- if message.role == "assistant" and message.thinking is defined -%}
+    <|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
+  {%- endif -%}
+  {%- if message.tool_calls is defined -%}
+    {%- if message.tool_calls | length != 1 -%}{{ raise_exception("one call") }}{%- endif -%}
+    to=functions.{{ message.tool_calls[0]["function"].name }}<|message|>
+    {{- message.tool_calls[0].function.arguments | tojson }}<|call|>
+    {%- continue -%}
+  {%- endif -%}
+  <|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+
+
+@extras.needs("jinja2")
+def test_template_like_gpt_oss_is_rendered():
+    unit = {"type": "string", "enum": ["C", "F"]}
+    properties = {"city": {"type": "string"}, "unit": unit}
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    call = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    talk = [
+        {"role": "user", "content": "Warm?"},
+        {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "20"},
+    ]
+    template = ChatTemplate(path="here", source=TEMPLATE)
+    assert template.render(talk, tools=[tool]) == (
+        f"<|start|>system<|message|>Current date: {datetime.date.today()} by default<|end|>"
+        'type weather = (_: {city: string, unit?: "C" | "F"}) => any;'
+        "<|start|>user<|message|>Warm?<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        'to=functions.weather<|message|>{"city": "Köln"}<|call|>'
+        "<|start|>tool<|message|>20<|end|><|start|>assistant"
+    )
+    assert "by default" not in template.render(talk, model_identity="me")

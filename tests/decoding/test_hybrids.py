@@ -11,6 +11,7 @@ import pytest
 
 from specsamp import (
     BlockRule,
+    Conversation,
     FeatureDrafter,
     Loop,
     ModelDrafter,
@@ -252,3 +253,19 @@ def test_prefix_is_reused_up_to_the_older_state(kept, known):
     loop = Loop(target=MODEL, drafter=NgramDrafter(4), rule=TokenRule())
     before, text = [0] * 40, [0] * kept + [1] * 30
     assert count_known(before, text, loop) == known
+
+
+@pytest.mark.slow
+def test_hybrid_conversation_continues_and_edits_its_text():
+    chat = Conversation(pair(), max_tokens=128, draft_length=2, drafter=NgramDrafter(2))
+    text = PROMPTS[0]
+    for _ in range(2):
+        list(chat.stream(text, 6))
+        alone = generate(pair(), [text], 6, draft_length=0)[0].tokens
+        assert chat.tokens == [*text, *alone]
+        text = [*chat.tokens, 1, 0]
+    assert chat.tokens_read < 10
+    text = [1, *PROMPTS[0]]
+    list(chat.stream(text, 6))
+    assert chat.tokens == [*text, *generate(pair(), [text], 6, draft_length=0)[0].tokens]
+    assert chat.tokens_read == len(text)
