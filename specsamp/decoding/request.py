@@ -16,6 +16,8 @@ from specsamp.sampling.warp import Warp, for_rows, greedy
 
 # Characters: each piece of a stream is compared with the beginnings of all stop texts.
 LONGEST_STOP = 1000
+# Variables of a template that depend on the use of a conversation: in decoding an answer follows.
+RESERVED = {"add_generation_prompt", "complete"}
 # A text; token ids; the messages of a conversation, or a mapping of them and variables of the
 # template, such as tools.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -174,6 +176,8 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
             raise ValueError(
                 "a conversation needs a tokenizer in the pair; otherwise give lists of token ids"
             )
+        if isinstance(prompt, Mapping) and (taken := RESERVED & prompt.keys()):
+            raise ValueError(f"prompt {index}: leave out {', '.join(sorted(taken))}")
         tokens = pair.tokenizer.encode_chat(
             **(prompt if isinstance(prompt, Mapping) else {"messages": prompt})
         )

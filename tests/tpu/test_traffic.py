@@ -36,6 +36,14 @@ def test_bytes_of_a_program_counted_by_hand():
     assert traffic.host_transfers == 0
 
 
+def test_loop_under_a_prefetch_is_no_part_of_its_own():
+    """The prefetch streams while the loop computes, so a sum of both would be no lower bound."""
+    done = next(line for line in PROGRAM.splitlines() if "%copy-done.1 =" in line)
+    later = PROGRAM.replace(f"{done}\n", "").replace("  %out =", f"{done}\n  %out =")
+    whole = traffic_of(later)
+    assert whole.parts == [(whole.bytes, whole.cycles)] and whole.cycles == 5 * 100
+
+
 def test_parts_of_a_program_do_not_overlap():
     chip = CHIPS["v5e"]
     second_of_each = [(chip.hbm_bytes_per_second, 0.0), (0.0, chip.clock_hz)]
