@@ -10,7 +10,8 @@ acceptance.
 A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every
 drafted token, whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical",
 is shown with its cost; --require_exact refuses it. A rule or a drafter of your own is
-FILE.py:EXPRESSION, with no slash in the expression. Problems are decoded in blocks (the categories
+FILE.py:EXPRESSION, with no slash in the expression; with a comma, the method is put in double
+quotes. Problems are decoded in blocks (the categories
 of the task, if it has any), each with every method before the next block begins. With --output,
 finished blocks and completions are written at once: the same command resumes, and a command with
 more methods for the same pair, task and requests adds them. --replica=i/N takes a part of the

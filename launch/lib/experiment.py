@@ -70,7 +70,7 @@ def say_where_int8_is_slower(config: ExperimentConfig) -> None:
         entry.make_console(stderr=True).print(
             f"int8 is slower than bfloat16 on {device.device_kind} at batch {rows}: a layer of the "
             f"70B of configs/chinchilla.py takes {ratio} times as long (compiler estimate); leave "
-            "--config.int8",
+            "--config.int8 out",
             style="bold red",
         )
 

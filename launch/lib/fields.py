@@ -289,8 +289,8 @@ class ExperimentConfig(Config):
         read = {field: getattr(self, field) for field in self.word.reads}
         if self.corpus and "corpus" in read:
             read["corpus"] = with_digest(self.corpus, self.corpus)
-        told = "; ".join(f"{field} {value}" for field, value in read.items() if value != "")
-        name = own_with_digest(self.drafter) + (f" ({told})" if told else "")
+        fields = "; ".join(f"{field} {value}" for field, value in read.items() if value != "")
+        name = own_with_digest(self.drafter) + (f" ({fields})" if fields else "")
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property

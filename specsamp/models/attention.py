@@ -206,8 +206,8 @@ def join_heads(
     gates_BNTH: Sequence[Array] = (),
     rows: tuple[int, int] | None = None,
 ) -> Array:
-    """Multiplies ``BNTH,NHD -> BTD``, after the gates of the heads; ``rows`` are other sizes of the
-    first two axes.
+    """Multiplies ``BNTH,NHD -> BTD``, after the gates of the heads; with ``rows``, these are the
+    sizes of the first two axes instead of B and T.
 
     One contraction over heads and their entries together: as two, the weight is transposed for it.
     """

@@ -315,8 +315,8 @@ class TransformerConfig:
 
     @property
     def kv_heads_of_all(self) -> int:
-        """Returns the devices over which the kv heads of every layer can be split: all divide, or
-        else those of layers with a window.
+        """Returns the number of devices over which the kv heads of every layer can be split; if
+        that is one, the kv heads of the layers with a window.
         """
         common = math.gcd(self.num_kv_heads, self.global_kv_heads or 0)
         return common if common > 1 else self.num_kv_heads

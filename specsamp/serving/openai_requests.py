@@ -399,7 +399,11 @@ class ChatRequest(GenerationRequest):
         )
         # With an id, so that references stay within a tool's schema.
         for number, one in enumerate(self.functions):
-            arguments = {"$id": f"tool:{number}", **_rules_of(one.parameters), "type": "object"}
+            arguments = {
+                "$id": f"tool:{number}",
+                **_without_annotations(one.parameters),
+                "type": "object",
+            }
             calls.append(
                 whole | {"properties": {"name": {"const": one.name}, "arguments": arguments}}
             )
@@ -417,26 +421,27 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs
 
 
-# Of JSON schemas: what they allow does not depend on these.
+# Keys of JSON schemas that allow and exclude nothing.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
+# Keys whose objects have names of the client's as keys, which can be those above.
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 BY_NAME |= {"dependentRequired", "dependencies"}
 
 
-def _rules_of(schema: Any) -> Any:
+def _without_annotations(schema: Any) -> Any:
     """Returns a JSON schema without its annotations, which can be long."""
     if isinstance(schema, list):
-        return [_rules_of(one) for one in schema]
+        return [_without_annotations(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     found = {}
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
-            found[key] = {name: _rules_of(one) for name, one in value.items()}
+            found[key] = {name: _without_annotations(one) for name, one in value.items()}
         elif key in ("const", "enum"):
             found[key] = value
         elif key not in ANNOTATIONS:
-            found[key] = _rules_of(value)
+            found[key] = _without_annotations(value)
     return found
 
 

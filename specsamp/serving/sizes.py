@@ -160,7 +160,9 @@ class Sizes:
         return [Size(rows, slots) for slots in self.slots for rows in self.rows]
 
     def compile_first(self, threads: int) -> None:
-        """Compiles the programs of the first requests, of one as of many."""
+        """Compiles one row and all rows, with the fewest slots; if all rows fail, the service runs
+        in smaller sizes.
+        """
         smallest, chunks, *larger = self._first_programs()
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self.programs.make, (smallest, chunks)))
@@ -176,7 +178,7 @@ class Sizes:
             self.programs.begin(Resize(grown.new, grown.old))
 
     def _first_programs(self) -> list[Hashable]:
-        """Returns those of the smallest size, and of all rows with as many slots."""
+        """Returns the programs of the smallest size, and of all rows with as many slots."""
         smallest, full = self.all[0], Size(self.rows[-1], self.slots[0])
         programs = [smallest, Chunks(smallest.slots)]
         return programs if full == smallest else [*programs, full, Resize(smallest, full)]
