@@ -1,6 +1,7 @@
 """Heads on a mesh: tokens of one device, placement of all arrays, rows that enter a batch."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp import BlockRule, Pair, TransformerLM, chain, temperature
+from specsamp import BlockRule, Pair, TransformerLM, chain, generate, generate_many, temperature
 from specsamp.checkpoints.hugging_face import placed
 from specsamp.decoding import batch_rows
 from specsamp.decoding.engine import Engine
@@ -67,10 +68,30 @@ def pair(request):
     )
 
 
+@pytest.fixture(scope="module")
+def alone(pair):
+    return generate(pair, PROMPTS, BUDGETS, **CALL)
+
+
 def engine_of(pair):
     method = Method(drafter=default_drafter(pair, 3), rule=BlockRule(), sampling=SAMPLING)
     requests = make_requests(pair, method, PROMPTS, BUDGETS)
     return Engine.create(pair, method, requests), requests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pair, draft, decode",
+    [("eagle3", 1, functools.partial(generate_many, rows=2)), ("modules", None, generate)],
+    indirect=["pair"],
+)
+def test_tokens_of_one_device(pair, alone, draft, decode):
+    """Further heads, on meshes of two devices: decoding/test_pairs.py."""
+    sharded = shard(pair, make_mesh(2, 4), draft_model_parallelism=draft)
+    made = decode(sharded, PROMPTS, BUDGETS, **CALL)
+    tokens = {completion.prompt_index: completion.tokens for completion in made}
+    assert tokens == {completion.prompt_index: completion.tokens for completion in alone}
+    assert sum(completion.stats.accepted for completion in alone) > 0
 
 
 def test_module_with_experts_equals_one_device():

@@ -13,8 +13,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from models.test_blocks import block_of
 from specsamp import (
+    Pair,
     TransformerLM,
     chain,
+    generate,
     greedy,
     min_p,
     penalties,
@@ -290,6 +292,28 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     atol = 5e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         assert_allclose(ours, theirs, atol=atol)
+
+
+@pytest.mark.slow
+def test_kernels_with_paired_heads_keep_texts(monkeypatch):
+    target = TransformerLM(tiny(head_size=SIZE // 2, positions="rotary", num_kv_heads=2))
+    params = {
+        "target_params": drawn_params(target, noise=0.3),
+        "draft_params": drawn_params(target.first(1), noise=0.3),
+    }
+
+    def tokens(kernels):
+        model = dataclasses.replace(target, kernels=kernels)
+        pair = Pair(target=model, draft=model.first(1), **params)
+        made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0))
+        return [list(each.tokens) for each in made]
+
+    warped, row_by_row = [], PallasKernels.row_by_row
+    monkeypatch.setattr(
+        PallasKernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given)
+    )
+    assert tokens(INTERPRETED) == tokens(None)
+    assert warped and {*warped} == {INTERPRETED}
 
 
 def test_unsupported_kernel_falls_back_and_warns_once(monkeypatch):
