@@ -3,11 +3,12 @@
 import pytest
 
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable
+from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.planner import make_plan
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.tpu.pair_report import compiled_costs
 from specsamp.tpu.work import Roofline
+from support.refusals import refused_calls
 
 
 def test_lines_between_known_rounds():
@@ -80,3 +81,17 @@ def test_costs_of_a_compile_report():
         compiled_costs(report)
     with pytest.raises(ValueError, match="no compile report .*KeyError: 'programs'"):
         compiled_costs({})
+
+
+OF_BATCHES = CostTable({1: {0: 1}, 3: {0: 3}}, context=100)
+
+test_refused_costs = refused_calls(
+    {
+        "batch 4 lies beyond the measured 1, 3": lambda: OF_BATCHES.round_ms(0, 4, 100),
+        "context 50 is not the measured 100": lambda: OF_BATCHES.round_ms(0, 1, 50),
+        "no cost at draft_length 3: known are 0": lambda: CostTable({1: {0: 2}}).round_ms(3),
+        "draft_length 0: known are 1, 2": lambda: CostTable({1: {1: 3, 2: 4}}).round_ms(0),
+        "costs need at least one round of each batch": lambda: CostTable({1: {}}),
+        "draft_length 8 lies beyond 7": lambda: PerCall({1: 10.0, 8: 16.0}, 0.5).round_ms(8),
+    }
+)

@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import pytest
 
-from specsamp import Method, ModelDrafter, NgramDrafter, chain, generate, temperature
+from specsamp import Method, ModelDrafter, NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length, report
 from specsamp.analysis.calls import TIMED_LENGTH, TIMED_POSITIONS, time_calls
 from specsamp.analysis.costs import PerCall
 from specsamp.analysis.draft_length import calibrate
 from specsamp.analysis.workload import TimedDecoder, Workload
 from support import fakes
+from support.refusals import refused_calls
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLING = chain(temperature(1.0))
@@ -118,3 +119,19 @@ def test_every_call_is_timed_in_turn(pair, batch):
         *target_ms.values()
     ]
     assert all(one.draft_ms > 0 for one in costs.values()) and target_ms[1] > 0
+
+
+MODEL, TABLE = fakes.TableLM(8, max_positions=64), fakes.random_table(0, 8)
+PAIR = Pair(target=MODEL, target_params=TABLE, draft=MODEL, draft_params=TABLE)
+ALONE = Pair(target=MODEL, target_params=TABLE)
+
+test_refused_calibrations = refused_calls(
+    {
+        "prompt 1 is empty": lambda: calibrate(PAIR, [[1], []], 4),
+        "the pair has no draft model": lambda: calibrate(ALONE, PROMPTS, 4),
+        r"lengths\[0\] must be an integer >= 0": lambda: calibrate(
+            PAIR, PROMPTS, 4, lengths=(-1, 2)
+        ),
+        "together 203, more than the target's 64 positions": lambda: calibrate(PAIR, PROMPTS, 200),
+    }
+)

@@ -8,6 +8,7 @@ import pytest
 
 from specsamp import TreeShape
 from specsamp.analysis.tree_shape import best_shape, choose_shape, tokens_of
+from support.refusals import refused_calls
 
 RANKS = (0.6, 0.2, 0.1)
 
@@ -38,3 +39,12 @@ def test_best_tree_depends_on_costs():
         RANKS, lambda depth, rows: 1 + 2 * rows, most_rows=16, most_depth=6
     )
     assert dear_rows.is_chain and dear_rows == chain and chain.shape.K == 1
+
+
+test_refused_shapes = refused_calls(
+    {
+        r"ranks\[1\] .* got 1.2": lambda: best_shape((0.6, 1.2), 4),
+        "rows .* got 1": lambda: best_shape(RANKS, 1),
+        "no tree of 5 rows has 1 ranks and depth 2": lambda: best_shape((0.6,), 5, 2),
+    }
+)

@@ -3,6 +3,7 @@ that do not fit.
 """
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -18,6 +19,7 @@ from specsamp.checkpoints.trained_pair import ASSETS, load_pair
 from support import golden, golden_heads
 from support.checkpoint_shapes import edit
 from support.extras import slow_but
+from support.refusals import refused_calls
 
 TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
 TOY_TARGET = TransformerConfig(
@@ -210,3 +212,23 @@ def test_deepspec_head_drafts_from_its_first_row(tmp_path):
     assert (
         config.max_tokens == 4 and open_head(toy(tmp_path, ZLAB), TOY_TARGET).config.max_tokens == 3
     )
+
+
+def block(**change):
+    return open_head(toy(pathlib.Path(), ZLAB | change), TOY_TARGET)
+
+
+def dflash(**change):
+    return block(dflash_config=DFLASH | change)
+
+
+test_refused_block_heads = refused_calls(
+    {
+        "mask_id must be an integer.* 16": lambda: dflash(mask_token_id=16),
+        "target_layer_ids.*10": lambda: dflash(target_layer_ids=[1, 10]),
+        "fc.weight reads 2 layers .* names 1.*drops the id": lambda: dflash(target_layer_ids=[1]),
+        "num_target_layers = 8, but .* number of layers is 9": lambda: block(num_target_layers=8),
+        "block_size": lambda: block(block_size=1),
+        "hidden_size = 16, but the target's width is 8": lambda: block(hidden_size=16, head_dim=8),
+    }
+)

@@ -9,6 +9,7 @@ import pytest
 from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from specsamp.checkpoints.fields import Fields
 from support import golden
+from support.refusals import refused_calls
 
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
@@ -220,3 +221,42 @@ def test_names_and_windows_as_files_have_them():
     windowed = read("qwen3_moe", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert windowed.window == 4 and windowed.global_layers == ()
     assert read("mixtral").window == 5 and read("mixtral", sliding_window=None).window is None
+
+
+MIXED = ["full_attention", "sliding_attention"]
+FACTOR = dict(rope_type="linear", factor="2")
+EMBEDDINGS = LLAMA3 | dict(original_max_position_embeddings="8")
+
+test_refused_configs = refused_calls(
+    {
+        "config.json.*layer_types = 5": lambda: read("qwen2", layer_types=5),
+        "layer_types = .*must list full_attention": lambda: read(
+            "qwen2", layer_types=[["full_attention"], 3]
+        ),
+        "config.json.*num_hidden_layers must be an integer >= 1 .*; got '2'": lambda: read(
+            "qwen2", num_hidden_layers="2"
+        ),
+        "num_hidden_layers must be an integer >= 1 .*; got 2.0": lambda: read(
+            "gemma3", num_hidden_layers=2.0
+        ),
+        "config.json.*rotary_base must be a number above 0; got inf": lambda: read(
+            "llama2", rope_theta=float("inf"), rope_parameters=None
+        ),
+        "config.json.*factor of linear scaling must be a number above 0; got '2'": lambda: read(
+            "llama2", rope_scaling=FACTOR
+        ),
+        "embeddings of llama3 scaling must be a number above 0; got '8'": lambda: read(
+            "llama2", rope_scaling=EMBEDDINGS
+        ),
+        "config.json does not describe a supported model": lambda: read(
+            "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=0
+        ),
+        "config.json.* 9 experts": lambda: read(
+            "qwen3_moe", num_hidden_layers=4, num_experts_per_tok=9
+        ),
+        "sliding_attention.*sliding_window": lambda: read(
+            "qwen2", layer_types=MIXED, use_sliding_window=None, sliding_window=5
+        ),
+        "but no sliding_window: set it": lambda: read("gemma2", sliding_window=None),
+    }
+)

@@ -3,6 +3,7 @@ before any write.
 """
 
 import dataclasses
+import pathlib
 import shutil
 
 import jax
@@ -17,11 +18,14 @@ from specsamp.checkpoints.params import WrongShapes
 from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle1Config
+from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from support.checkpoint_shapes import CONFIG, random_params
 from support.heads import layer_config
-from support.weights import shapes_of
+from support.refusals import refused_calls
+from support.weights import drawn_params, shapes_of
 
 UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_width=40)
 
@@ -125,3 +129,33 @@ def test_exported_head_is_read_again(config, file, tensor, tmp_path):
     assert head.config == dataclasses.replace(config, layer=head.config.layer)
     assert not config.has_layer or head.config.layer == config.layer
     jax.tree.map(np.testing.assert_array_equal, read_head(checkpoint, head), params)
+
+
+def write(config):
+    head, folder = FeatureHead(config), pathlib.Path("head")
+    try:
+        write_head(folder, head, drawn_params(head), target_name="org/target", K=3)
+    finally:
+        assert not folder.exists()
+
+
+def medusa(**change):
+    write(dataclasses.replace(MEDUSA, **change))
+
+
+def module(**change):
+    write(dataclasses.replace(MODULE, **change))
+
+
+test_refused_exports = refused_calls(
+    {
+        "got Eagle1Config": lambda: write(
+            Eagle1Config(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,))
+        ),
+        "Medusa heads have no counterpart of own_output = False": lambda: medusa(own_output=False),
+        "bias = False: Medusa's own code has a bias": lambda: medusa(bias=False),
+        "MTP heads have no tensor for the parameter 'output'": lambda: module(own_output=True),
+        "MTP heads have no counterpart of hidden_first = False": lambda: module(hidden_first=False),
+        r"have no counterpart of hidden_layers = \(2,\)": lambda: module(hidden_layers=(2,)),
+    }
+)

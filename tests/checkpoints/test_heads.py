@@ -4,6 +4,7 @@ not fit.
 
 import io
 import json
+import pathlib
 import pickle
 import shutil
 import zipfile
@@ -24,6 +25,7 @@ from specsamp.checkpoints.published import published_config
 from specsamp.models.heads import FeatureHead
 from support import golden_heads
 from support.extras import slow_but
+from support.refusals import refused_calls
 
 TOY_TARGET = TransformerConfig(
     vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary"
@@ -273,3 +275,70 @@ def test_files_other_than_torch_archives_are_refused(tmp_path):
     (tmp_path / "x.bin").write_bytes(compressed.getvalue())
     with pytest.raises(ValueError, match="is compressed"):
         read_pickle(epath.Path(tmp_path / "x.bin"))
+
+
+HERE = pathlib.Path()  # an empty folder
+
+
+def eagle3(tensors=(), **config):
+    return load(toy_eagle3(HERE, dict(tensors), **config))
+
+
+def d2t(*offsets, dtype=int):
+    return eagle3({"d2t": np.array(offsets, dtype)})
+
+
+def eagle1(**config):
+    return open_head(toy_eagle1(HERE, **config), TOY_TARGET)
+
+
+def medusa(left_out="", **config):
+    tensors = toy_medusa(HERE, medusa_num_heads=2, **config)
+    tensors = {name: x for name, x in tensors.items() if name[0] != left_out}
+    save_file(tensors, "medusa_lm_head.safetensors")
+    return open_head(HERE, TOY_TARGET)
+
+
+test_refused_heads = refused_calls(
+    {
+        "hidden_size = 16, but the target's width is 8": lambda: eagle3(hidden_size=16),
+        r"of 9 layers: eagle_aux_.*\[2\] must be .* below 10; got 11": lambda: eagle3(
+            eagle_aux_hidden_state_layer_ids=[2, 5, 11]
+        ),
+        "names a layer twice": lambda: eagle3(eagle_aux_hidden_state_layer_ids=[2, 2, 6]),
+        "num_hidden_layers = 2; only 1 is supported": lambda: eagle3(num_hidden_layers=2),
+        r"1 tensors are missing: input_norm.weight \(24,\)": lambda: eagle3(norm_before_fc=True),
+        "speculators_model_type must be one of .*eagle3, .*; got 'peagle'": lambda: eagle3(
+            speculators_model_type="peagle"
+        ),
+        "one of llama, qwen3; got 'gpt2'": lambda: eagle3(model_type="gpt2"),
+        "norm_before_residual must be True or False; got 'false'": lambda: eagle3(
+            norm_before_residual="false"
+        ),
+        "architectures = 'DFlashDraftModel'; known": lambda: eagle3(
+            architectures=["DFlashDraftModel"]
+        ),
+        "config.json does not describe a supported head": lambda: eagle3(architectures=[]),
+        "a reduced vocabulary of 6 tokens, but no tensor d2t": lambda: eagle3({"d2t": None}),
+        r"model.safetensors: d2t\[5\] makes token 16 of 5; .* below 16": lambda: d2t(
+            0, 1, 1, 4, 5, 11
+        ),
+        r"d2t\[2\] makes token 3 of 2": lambda: d2t(0, 2, 1, 4, 5, 5),
+        r"d2t \(6,\) of F32; it must be integers \(6,\)": lambda: d2t(
+            0, 1, 1, 4, 5, 5, dtype=np.float32
+        ),
+        "t2d and d2t name different tokens": lambda: eagle3({"t2d": np.arange(16) < 6}),
+        r"not part of the model: extra.weight \(3,\) in model": lambda: eagle3(
+            {"extra.weight": np.zeros(3, np.float32)}
+        ),
+        "model.safetensors: norm.weight.*NaN": lambda: eagle3(
+            {"norm.weight": np.full(8, np.nan, np.float32)}
+        ),
+        "bias must be True or False; got 'false'": lambda: eagle1(bias="false"),
+        "qkv_bias must be True or False; got 'false'": lambda: eagle1(qkv_bias="false"),
+        "medusa_num_layers = 2; only 1 is supported": lambda: medusa(medusa_num_layers=2),
+        "hidden_size = 32, but the target's width is 8": lambda: medusa(hidden_size=32),
+        "truncated_vocab_size = 6; only 16 is supported": lambda: medusa(truncated_vocab_size=6),
+        r"3 tensors are missing: 1.0.linear.bias \(8,\); 1.0.linear.weight": lambda: medusa("1"),
+    }
+)

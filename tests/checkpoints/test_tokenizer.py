@@ -1,11 +1,15 @@
 """Tokenizers: special tokens, ids with gaps, settings without effect, and unknown words."""
 
+import pathlib
+
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from specsamp import load_pair
+from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from support.refusals import refused_calls
 
 
 def saved(tokenizer, tmp_path):
@@ -57,3 +61,18 @@ def test_texts_of_unknown_words_are_told_apart():
     tokenizer = load_pair("digits").tokenizer
     assert tokenizer.knows("3 def 4") and not tokenizer.knows("def main")
     assert load_pair("python").tokenizer.knows("def main")
+
+
+HERE = pathlib.Path()  # an empty folder
+EMPTY = tokenizers.Tokenizer(tokenizers.models.BPE())
+
+test_refused_tokenizers = refused_calls(
+    {
+        "no tokenizer at": lambda: JsonTokenizer(HERE / "elsewhere.json"),
+        "tokenizer.json has no tokens": lambda: JsonTokenizer(saved(EMPTY, HERE)),
+        "has no config.json": lambda: open_checkpoint(HERE),
+        "no folder 'nothing/of/this'; give one, or the id": lambda: open_checkpoint(
+            "nothing/of/this"
+        ),
+    }
+)

@@ -1,6 +1,7 @@
 """Adaptive draft lengths: completions are exact if no token's value decides on its submission."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -19,12 +20,14 @@ from specsamp import (
     NoDrafter,
     Stop,
     TokenRule,
+    generate,
 )
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.request import make_requests
 from specsamp.serving.service import Service
-from support.fakes import TableLM, decode, near, table_loop, table_pair
+from support.fakes import TableLM, counting_pair, decode, near, table_loop, table_pair
 from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
+from support.refusals import refused_arguments, refused_calls
 
 # The loop.
 
@@ -206,3 +209,44 @@ class Unhashable(Stop):
 
     def goes_on(self, log_probs_BV, log_prob_B):
         return log_prob_B > self.least
+
+
+TWO_LENGTHS = Adaptive(lengths=(0, 4), costs_ms=(1, 2))
+
+test_refused_adaptive_lengths = refused_arguments(
+    functools.partial(dataclasses.replace, TWO_LENGTHS),
+    {
+        r"lengths must rise.*got \(\)": dict(lengths=()),
+        r"lengths must rise.*got \(4, 2\)": dict(lengths=(4, 2)),
+        "never adapts": dict(lengths=(4,), costs_ms=None),
+        "costs_ms must be 2 numbers.*got None": dict(costs_ms=None),
+        "costs_ms must be 1 numbers": dict(lengths=(4,), stop=Entropy()),
+        r"costs_ms must be 2 numbers.*got \(1,\)": dict(costs_ms=(1,)),
+        r"costs_ms must not fall.*got \(2, 1\)": dict(costs_ms=(2, 1)),
+        r"costs_ms\[1\] must be a number above 0; got nan": dict(costs_ms=(1, math.nan)),
+        "stop must be a Stop": dict(stop=0.3),
+        "decay must be a number from 0 to 1; got 2": dict(decay=2),
+        "pause must be an integer": dict(pause=0),
+        "margin must be a number from 0; got -1": dict(margin=-1),
+        "usual must be one of 0, 4; got 2": dict(usual=2),
+    },
+)
+
+test_refused_adaptive_drafters = refused_calls(
+    {
+        "Confidence's least must be a number from 0 to 1; got 1.5": lambda: Confidence(1.5),
+        "Entropy's weight must be a number above 0; got 0.0": lambda: Entropy(0.3, 0.0),
+        "draft_length 4 differs from the drafter's K = 2": lambda: generate(
+            counting_pair(), ["a"], draft_length=TWO_LENGTHS, drafter=NgramDrafter(2)
+        ),
+        "FourAlone cannot draft 2 tokens": lambda: generate(
+            counting_pair(),
+            ["a"],
+            draft_length=Adaptive(lengths=(0, 2, 4), costs_ms=(1, 2, 3)),
+            drafter=FourAlone(),
+        ),
+        "the method's adaptive, with its stop, must be hashable": lambda: generate(
+            table_pair(), [[1]], 4, draft_length=Adaptive(lengths=(2,), stop=Unhashable())
+        ),
+    }
+)

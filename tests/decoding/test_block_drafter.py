@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp import BlockDrafter, BlockRule, Loop, TokenRule, ban, chain, temperature
+from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.state import Weights, gather_tokens
 from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, prefill
@@ -19,10 +20,12 @@ from support.heads import (
     block,
     dflash2,
     dspark,
+    medusa,
     table_block,
     weights_of,
 )
 from support.loop_distributions import FULL, TARGET, V, distribution_test
+from support.refusals import refused_calls
 
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}
 
@@ -196,3 +199,21 @@ def test_shorter_draft_begins_a_longer_one():
     drafted = {K: draft_of(dspark(V), K) for K in (2, 4)}
     assert (drafted[4].tokens_BK[:, :2] == drafted[2].tokens_BK).all()
     assert jnp.allclose(drafted[4].log_probs_BRV[:, :2], drafted[2].log_probs_BRV, atol=1e-5)
+
+
+SHOWN = ShowsTokens(V)
+
+test_refused_block_drafters = refused_calls(
+    {
+        "K = 5, but a block of 4 rows drafts 4 tokens": lambda: BlockDrafter(SHOWN, dspark(V), 5),
+        "law must be one of": lambda: BlockDrafter(SHOWN, dspark(V), 2, "both"),
+        "threshold must be": lambda: BlockDrafter(SHOWN, dspark(V), 2, threshold=1.5),
+        "law 'conditional' needs a head that corrects": lambda: BlockDrafter(
+            SHOWN, block(V), 2, "conditional"
+        ),
+        "threshold = 0.5 needs a head with confidence": lambda: BlockDrafter(
+            SHOWN, block(V), 2, threshold=0.5
+        ),
+        "K = 3, but the head drafts 2": lambda: FeatureDrafter(SHOWN, medusa(V, 2), 3),
+    }
+)

@@ -10,14 +10,18 @@ import pytest
 
 from specsamp import (
     Adaptive,
+    BeamDrafter,
     ChoosingDrafter,
     CoupledRule,
     ModelDrafter,
+    ModelTree,
     NgramDrafter,
     TokenRule,
+    TreeShape,
     VotingDrafter,
 )
 from specsamp.decoding.drafters.collective import vote
+from specsamp.decoding.method import make_method
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rng import Purpose
 from support.fakes import (
@@ -26,6 +30,7 @@ from support.fakes import (
     decode,
     prefill,
     table_loop,
+    table_pair,
 )
 from support.loop_distributions import (
     FAR,
@@ -36,6 +41,7 @@ from support.loop_distributions import (
     distribution_test,
     first_token,
 )
+from support.refusals import refused_calls
 
 FEW = dict(length=3, samples=20_000, powered=False)
 
@@ -155,3 +161,37 @@ def test_parts_draw_with_noise_of_their_own():
     state = prefill(loop, TARGET, draft, [[0]], 9, FULL, samples=200)
     drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[1].tokens_BPK
     assert 50 < (drawn[:, 0, 0] == drawn[:, 1, 0]).sum() < 150
+
+
+TWO = NgramDrafter(2), ModelDrafter(TableLM(12), 2)
+OTHER = ModelDrafter(TableLM(12, max_positions=9), 2)
+OTHER_VOCABULARY = ModelDrafter(TableLM(9), 2)
+TREE = ModelTree(TableLM(12), tree=TreeShape((0, 0)))
+PAIR = table_pair()
+THREE_PARAMS = dataclasses.replace(PAIR, draft=None, draft_params=(None, PAIR.draft_params, None))
+
+test_refused_collectives = refused_calls(
+    {
+        "beams must be an integer >= 1 and below 7; got 7": lambda: BeamDrafter(
+            TableLM(6), 3, beams=7
+        ),
+        r"parts must be two .*, such as .*; got \(NgramDrafter": lambda: VotingDrafter(TWO[:1]),
+        "has parts itself: make all": lambda: VotingDrafter((TWO[0], VotingDrafter(TWO))),
+        "parts must be two .*, such as .*; got NgramDrafter": lambda: VotingDrafter(TWO[0]),
+        r"K must be equal and at least 1; got \[2, 3\]: make": lambda: VotingDrafter(
+            (NgramDrafter(2), NgramDrafter(3))
+        ),
+        "ModelTree drafts a tree: leave it out": lambda: VotingDrafter((TWO[0], TREE)),
+        r"costs must be 2 numbers, .*; got \(1.0,\)": lambda: ChoosingDrafter(TWO, (1.0,)),
+        r"costs\[1\] must be a number above 0; got 0": lambda: ChoosingDrafter(TWO, (1.0, 0)),
+        "draft vocabulary 9 != target vocabulary 12: use": lambda: make_method(
+            PAIR, drafter=VotingDrafter((TWO[0], OTHER_VOCABULARY))
+        ),
+        "3 drafters, 2 with different parameters: make draft_params a tuple of 3": lambda: (
+            make_method(PAIR, drafter=VotingDrafter((*TWO, OTHER)))
+        ),
+        "2 drafters, 1 with different parameters: make draft_params a tuple of 2": lambda: (
+            make_method(THREE_PARAMS, drafter=VotingDrafter(TWO))
+        ),
+    }
+)

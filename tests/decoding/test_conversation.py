@@ -4,6 +4,7 @@ import pytest
 
 from specsamp import Conversation, chain, generate, penalties, temperature
 from support.fakes import COMPILED, counting_pair, table_pair
+from support.refusals import refused_calls
 
 
 def said(chat, text, budget, **options):
@@ -70,3 +71,16 @@ def test_turns_compile_once():
 
 def test_a_text_has_the_positions_of_its_models():
     assert Conversation(counting_pair()).max_tokens == 64
+
+
+test_refused_conversations = refused_calls(
+    {
+        "max_tokens must be": lambda: Conversation(counting_pair(), max_tokens=1),
+        "max_tokens = 100, but the models have 64": lambda: Conversation(
+            counting_pair(), max_tokens=100
+        ),
+        "3 tokens, and max_new_tokens = 8 more.*max_tokens = 10": lambda: Conversation(
+            counting_pair(), max_tokens=10
+        ).stream("abc", 8),
+    }
+)

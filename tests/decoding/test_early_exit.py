@@ -21,8 +21,9 @@ from specsamp import (
 from specsamp.evaluation.audit.readers import WholeTargetDrafter
 from specsamp.models.config import tiny
 from support.extras import slow_but
-from support.fakes import LayeredTableLM, decode, table_loop
+from support.fakes import LayeredTableLM, TableLM, decode, table_loop
 from support.loop_distributions import FAR, FULL, PROMPTS, TARGET, V
+from support.refusals import refused_calls
 from support.weights import drawn_params
 
 TABLES = LayeredTableLM(V)
@@ -111,3 +112,17 @@ def test_text_equals_plain_decoding(name):
     made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))
     assert tokens(made) == plain(name)
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
+
+
+make = functools.partial(EarlyExitDrafter, model=MODELS["rotary"], exit_layer=1, K=3)
+
+test_refused_early_exits = refused_calls(
+    {
+        "not the pair's target": lambda: generate(pair_of("learned"), TEXTS, 4, drafter=make()),
+        "exit_layer .*below 3; got 0": lambda: make(exit_layer=0),
+        "exit_layer .*below 3; got 3": lambda: make(exit_layer=3),
+        "K .*>= 1.*got 0": lambda: make(K=0),
+        "window .*below 3; got 3": lambda: make(window=3),
+        "LayeredModel; got TableLM": lambda: make(model=TableLM(3)),
+    }
+)

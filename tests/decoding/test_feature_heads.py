@@ -13,6 +13,7 @@ from support import mutants
 from support.fakes import FALSE_ALARM, prefill
 from support.heads import LayeredTable, ShowsTokens, eagle3, medusa, table_head, weights_of
 from support.loop_distributions import FULL, TARGET, V, distribution_test
+from support.refusals import refused_arguments
 from support.weights import drawn_params
 
 K = 2
@@ -118,3 +119,12 @@ def test_too_long_draft_of_a_head_is_refused():
     assert make_method(pair).drafter.K == 2, "fewer than generate's own default"
     with pytest.raises(ValueError, match="K = 4, but the head drafts 2"):
         make_method(pair, draft_length=4)
+
+
+test_refused_feature_drafters = refused_arguments(
+    table_loop,
+    {
+        "K .*>= 1.*got 0": dict(K=0),
+        "window .*below 4; got 4": dict(window=4),
+    },
+)

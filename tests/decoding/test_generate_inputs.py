@@ -1,12 +1,27 @@
 """Arguments that the Python interface accepts, or refuses before compilation; invalid logits."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import BlockRule, Pair, TokenRule, TransformerLM, chain, generate, stream, temperature
+from specsamp import (
+    Adaptive,
+    BlockRule,
+    Method,
+    ModelDrafter,
+    NgramDrafter,
+    Pair,
+    TokenRule,
+    TransformerLM,
+    chain,
+    generate,
+    generate_many,
+    stream,
+    temperature,
+)
 from specsamp.models.config import tiny
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import (
@@ -21,6 +36,7 @@ from support.fakes import (
     random_table,
     table_pair,
 )
+from support.refusals import refused_arguments, refused_calls
 from support.weights import drawn_params
 
 
@@ -163,3 +179,110 @@ def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
         p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False)
         > FALSE_ALARM
     )
+
+
+make_pair = functools.partial(Pair, target=CountingLM(), target_params=())
+
+test_refused_pairs = refused_arguments(
+    make_pair,
+    {
+        "tokenizer has 257 tokens.* 200": dict(
+            target=CountingLM(vocab_size=200), tokenizer=ByteTokenizer()
+        ),
+        "without draft_params": dict(draft=CountingLM()),
+        "target must be a LanguageModel, .* got <object": dict(target=object()),
+        "the target must be hashable": dict(target=WithoutHash()),
+        "the draft must be a .*, .* got 'python'": dict(draft="python", draft_params=()),
+        "the tokenizer must be an object such as .* got 'gpt2'": dict(tokenizer="gpt2"),
+        "shards must be a DataShards": dict(shards=None),
+        "the head must be a Head, such as config.head": dict(head="eagle", draft_params=()),
+    },
+)
+
+test_refused_options = refused_arguments(
+    ask,
+    {
+        "no prompts": dict(prompts=[]),
+        "drafter must be a Drafter, .* got None": dict(method=Method(drafter=None)),
+        "adaptive must be an .* got 3": dict(method=Method(drafter=NgramDrafter(2), adaptive=3)),
+        "the method's adaptive drafts up to 4 tokens, its drafter K = 2": dict(
+            method=Method(
+                drafter=NgramDrafter(2), adaptive=Adaptive(lengths=(1, 4), costs_ms=(1, 2))
+            )
+        ),
+        "require_exact must be True or False; got 'no'": dict(require_exact="no"),
+        "prompt_ids must be a list; got .7.": dict(prompt_ids={7}),
+        "prompts must be a list of prompts.*got {'a': 1}": dict(prompts={"a": 1}),
+        "prompts must be a list of prompts.*got {'a'}": dict(prompts={"a"}),
+        "prompts must be a list of prompts.*got array": dict(prompts=np.array(5)),
+        "prompt 0 is bytes: give a text": dict(prompts=[b"ab"]),
+        "prompt 0 must be .* or a list of messages; got {": dict(prompts=[{1: 2}]),
+        "prompt 0: leave out complete": dict(prompts=[{"messages": [], "complete": True}]),
+        "prompt 1 is not valid Unicode": dict(prompts=["a", "\ud800"]),
+        r"write \[prompt\]": dict(prompts="text"),
+        "prompt 0 must be .* or a list of messages; got 1": dict(prompts=[1, 2]),
+        r"prompt 0\[0\] must be an integer .* got 1.7": dict(prompts=[[1.7]]),
+        "prompt 1 is empty": dict(prompts=["a", ""]),
+        r"prompt 0\[1\] must be an integer >= 0 and below 257; got 300": dict(prompts=[[1, 300]]),
+        "together 65, more than the target's 64 positions": dict(max_new_tokens=64),
+        "max_new_tokens must be an integer >= 1 .* got 0": dict(max_new_tokens=0),
+        "2 max_new_tokens for 1 prompts": dict(max_new_tokens=[1, 2]),
+        "seed must be an integer >= 0": dict(seed=-1),
+        r"prompt_ids\[0\] must be an integer": dict(prompt_ids=[0.5]),
+        "stop must be a list": dict(stop=3),
+        "sampling must be a warp": dict(sampling=0.8),
+        "drafter must be a Drafter": dict(drafter=NgramDrafter),
+        "0 decodes autoregressively.*got -1": dict(draft_length=-1),
+        "does not fit the target's 64 positions": dict(draft_length=64),
+        "K must be .* below 1025; got 100000": dict(draft_length=10**5),
+        "draft_length 4 differs from the drafter's K = 2": dict(
+            drafter=NgramDrafter(2), draft_length=4
+        ),
+        "draft vocabulary 8 != target vocabulary 257": dict(
+            drafter=ModelDrafter(CountingLM(vocab_size=8), 2)
+        ),
+        "is not the pair's draft": dict(drafter=ModelDrafter(CountingLM(stumbles_at=3), 2)),
+        "a stop id must be an integer >= 0 and below 257; got 257": dict(stop=[257]),
+        "a stop text is empty": dict(stop=[""]),
+        "a stop text has 1001 characters: at most 1000": dict(stop=["a" * 1001]),
+        "the stop text .* is not valid Unicode": dict(stop=["a\ud800"]),
+        r"write \[stop\]": dict(stop="a"),
+        "num_samples must be an integer >= 1 .* got 0": dict(num_samples=0),
+        "2 prompt_ids for 1 prompts": dict(prompt_ids=[1, 2]),
+        r"shape \(2,\) for 1 prompts": dict(sampling=temperature([0.5, 1.0])),
+        "rule must be a Rule, such as TokenRule": dict(rule="token"),
+    },
+)
+
+ALONE = make_pair()
+
+test_refused_generations = refused_calls(
+    {
+        "the pair has no draft model": lambda: generate(ALONE, [[1]], 4),
+        "needs a tokenizer in the pair": lambda: generate(ALONE, ["a"], 4, draft_length=0),
+        "rounds_per_chunk must be": lambda: stream(ALONE, [[1]], 4, rounds_per_chunk=0),
+        r"pair must be a Pair, .*load_pair\('python'\)": lambda: generate(None, [[1]], 4),
+        "pair must be a Pair, .*got 'python'": lambda: generate("python", [[1]], 4),
+        "unexpected keyword 'foo'.* are method, sampling, .*drafter, require_exact": lambda: stream(
+            counting_pair(), ["a"], foo=3
+        ),
+        "unexpected keyword 'bar'.* are method": lambda: generate_many(
+            counting_pair(), ["a"], bar=3
+        ),
+        "prompts times num_samples must be an integer .*got 5000000": lambda: generate_many(
+            counting_pair(), ["a"], 4, num_samples=5_000_000
+        ),
+        "1000000000 rows of 128 slots need .* GB": lambda: generate(
+            table_pair(), [[1]], 4, num_samples=10**9
+        ),
+        "return_log_probs must be one of False, True, sampled; got 'no'": lambda: generate(
+            table_pair(), [[1]], 4, return_log_probs="no"
+        ),
+        "target_params are not those of TransformerLM.*AttributeError": lambda: generate(
+            Pair(target=TransformerLM(tiny()), target_params="x"), [[1]], 4, draft_length=0
+        ),
+        "K .*>= 1.*got 0": lambda: ModelDrafter(CountingLM(), 0),
+        "K .*>= 1.*got -1": lambda: NgramDrafter(-1),
+        "K .*>= 1.*got '4'": lambda: NgramDrafter("4"),
+    }
+)

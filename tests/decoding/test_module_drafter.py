@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from specsamp import Loop, ModuleDrafter, TokenRule
+from specsamp.decoding.drafters import FeatureTree
+from specsamp.decoding.method import head_drafter
 from specsamp.decoding.state import Weights, write_tokens
+from specsamp.decoding.trees import TreeShape
 from support.fakes import prefill
 from support.heads import LayeredTable, mtp
 from support.loop_distributions import FULL, TARGET, V
+from support.refusals import refused_calls
 from support.weights import drawn_params
 
 D = 3
@@ -64,3 +68,16 @@ def test_module_drafts_equal_those_of_whole_texts():
         state = loop.run(WEIGHTS, state, 1)
         sizes |= set((np.asarray(state.lengths_B) - before_B).tolist())
     assert sizes == set(range(1, D + 2)), "rounds of every size"
+
+
+THREE = mtp(3, num_modules=3)
+
+test_refused_module_drafters = refused_calls(
+    {
+        "K = 4, but the head drafts 3 tokens": lambda: head_drafter(LayeredTable(3), THREE, 4),
+        "3 modules draft chains": lambda: FeatureTree(
+            LayeredTable(3), THREE, tree=TreeShape.of_widths(2, 1)
+        ),
+        "head must be .*num_modules above 1": lambda: ModuleDrafter(LayeredTable(3), mtp(3), 1),
+    }
+)

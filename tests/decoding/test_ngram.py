@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import CoupledRule, NgramDrafter, TokenRule, generate, generate_many
+from specsamp import (
+    CoupledRule,
+    NgramDrafter,
+    NgramTree,
+    TokenRule,
+    TreeShape,
+    generate,
+    generate_many,
+)
 from specsamp.decoding.drafters import ngram
 from specsamp.decoding.state import Prefix, Weights
 from specsamp.mesh.layout import make_mesh
@@ -24,6 +32,7 @@ from support.fakes import (
     table_loop,
 )
 from support.loop_distributions import FULL, TARGET, V
+from support.refusals import refused_calls
 
 CORPUS = [[1, 2, 3, 7, 8], [], [9, 2, 3, 4], [3]]
 K = 3
@@ -140,3 +149,25 @@ def test_texts_on_a_mesh_equal_single_prompts():
     made = generate(shard(pair, make_mesh(data=4, model=2)), prompts, 12, **options)
     assert [row.tokens for row in made[:4]] == [row.tokens for row in alone]
     assert sum(row.stats.accepted for row in made) > 0
+
+
+test_refused_ngram_drafters = refused_calls(
+    {
+        "corpus has no tokens: give lists of token ids": lambda: NgramDrafter(2, corpus=[]),
+        "corpus must be lists of token ids; got 'text.txt'": lambda: NgramDrafter(
+            2, corpus="text.txt"
+        ),
+        r"must be lists of token ids; got \[\[0.5\]\]": lambda: NgramDrafter(2, corpus=[[0.5]]),
+        r"must be lists of token ids; got \[\[1, -1\]\]": lambda: NgramDrafter(2, corpus=[[1, -1]]),
+        "log must be an integer >= 0.*got -1": lambda: NgramDrafter(2, log=-1),
+        "a tree looks in the sequence alone: leave corpus and log out": lambda: NgramTree(
+            tree=TreeShape.of_widths(2, 1), log=8
+        ),
+        r"corpus has token 999, and the target's vocabulary \d+ tokens: encode it": lambda: (
+            generate(counting_pair(), ["a"], drafter=NgramDrafter(2, corpus=[[1, 999]]))
+        ),
+        "prompt_ids has 3 twice: where a draft depends on other texts, give": lambda: generate(
+            counting_pair(), ["a", "b"], 4, prompt_ids=[3, 3], drafter=NgramDrafter(2, log=8)
+        ),
+    }
+)

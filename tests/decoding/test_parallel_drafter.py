@@ -13,6 +13,9 @@ from specsamp.decoding.state import Prefix, Weights
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys, row_keys
 from support import golden
+from support.fakes import TableLM
+from support.loop_distributions import TARGET, V
+from support.refusals import refused_calls
 from support.weights import drawn_params
 
 
@@ -55,3 +58,17 @@ def test_marginals_equal_transformers(tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-4)
     other = marginals(model, read_params(checkpoint, model), text, length, K, mask - 1)
     assert np.abs(other - expected)[:, 1:].max() > 0.1, "the control: another mask token"
+
+
+SMALL = TableLM(V, max_positions=5)
+TOO_LONG = ParallelDrafter(SMALL, 3, mask_id=1)
+
+test_refused_parallel_drafters = refused_calls(
+    {
+        "mask_id must be an integer.*3": lambda: ParallelDrafter(SMALL, 2, mask_id=V),
+        "law must be one of": lambda: ParallelDrafter(SMALL, 2, mask_id=1, law="conditional"),
+        "K = 3 reads 6 tokens per call, .* draft's 5 positions": lambda: TOO_LONG.check(
+            SMALL, SMALL, TARGET
+        ),
+    }
+)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from specsamp import (
+    Adaptive,
     BlockTree,
+    Confidence,
     CoupledRule,
     FeatureTree,
     Growth,
@@ -27,23 +29,28 @@ from specsamp import (
     temperature,
     top_p,
 )
+from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import make_method
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import make_requests
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Finish
+from specsamp.sampling.lossy import EARS
 from specsamp.sampling.rules import Rule, TargetDistributions
 from support import tree_mutants as mutants
 from support.drafters import DRAFTERS
 from support.extras import slow_but
 from support.fakes import (
     FALSE_ALARM,
+    CountingLM,
     TableLM,
     decode,
     near,
     random_table,
     table_loop,
 )
-from support.heads import LayeredTable, block, eagle3, weights_of
+from support.heads import LayeredTable, block, eagle3, medusa, weights_of
 from support.loop_distributions import (
     FAR,
     FULL,
@@ -53,6 +60,7 @@ from support.loop_distributions import (
     V,
     distribution_test,
 )
+from support.refusals import refused_calls
 
 FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]
 # Depth 2 has an inner node and two leaves; the draft does not read leaves.
@@ -285,3 +293,44 @@ def test_a_grown_tree_must_keep_what_was_drawn():
     drafter = ModelTree(TableLM(V), tree=PRUNED)
     with pytest.raises(ValueError, match="nodes = 5 of 15 drawn nodes"):
         decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)
+
+
+def make(drafter, rule, **options):
+    pair = Pair(target=TableLM(V), target_params=TARGET, draft=drafter.model, draft_params=NEAR)
+    return make_method(pair, drafter=drafter, rule=rule, **options)
+
+
+STOPS = Adaptive(lengths=(6,), stop=Confidence(0.3))
+WIDE = ModelTree(TableLM(V), tree=TreeShape((0,) * 4))
+GROWTH = Growth(depth=2, expanded=1, children=2)
+
+test_refused_trees = refused_calls(
+    {
+        "TokenRule.* verifies chains, but ModelTree drafts token trees": lambda: make(
+            model(), TokenRule()
+        ),
+        "EARS.* verifies chains, but ModelTree": lambda: make(model(), EARS(0.3)),
+        "verifies token trees, but ModelDrafter .*TokenRule": lambda: make(
+            ModelDrafter(TableLM(V), 2), RecursiveRule()
+        ),
+        "stop=Confidence.* ends chains, but ModelTree": lambda: make(
+            model(), RecursiveRule(), draft_length=STOPS
+        ),
+        "4 siblings, but there are 3 tokens": lambda: make(WIDE, RecursiveRule()),
+        "CountingLM has no compact": lambda: make(
+            ModelTree(CountingLM(V), tree=TREE), RecursiveRule()
+        ),
+        "at least one node": lambda: TreeShape(()),
+        r"parents\[1\] = 3": lambda: TreeShape((0, 3)),
+        "level by level": lambda: TreeShape((0, 1, 0)),
+        "branches below its first tokens": lambda: NgramTree(tree=TREE),
+        "depth of its tree = 3, but the head drafts 2": lambda: FeatureTree(
+            LayeredTable(V), medusa(V, 2), tree=TREE
+        ),
+        "tree must be a TreeShape, .*got Growth": lambda: FeatureTree(
+            LayeredTable(V), medusa(V, 2), tree=GROWTH
+        ),
+        "tree must be a TreeShape": lambda: NgramTree(tree=GROWTH),
+        "nodes .*got 3": lambda: Growth(depth=3, expanded=2, children=3, nodes=3),
+    }
+)

@@ -18,6 +18,7 @@ from specsamp.decoding.drafters.translating import (
 from specsamp.decoding.state import Weights
 from support.fakes import FALSE_ALARM, TableLM, decode, prefill, random_table, texts
 from support.loop_distributions import FULL, TARGET, V, distribution_test
+from support.refusals import refused_calls
 
 DRAFT_SIZE = 4
 # Target token 1 is the draft ids 3 and 1, each of which alone is no target token.
@@ -182,3 +183,28 @@ def test_context_without_shared_token_ends_draft():
         stats = run.state.stats
         assert 0 < stats.drafted_B.sum() < 3 * stats.rounds_B.sum()
         assert (run.state.finish_B == 2).all(), "all rows wrote their budget"
+
+
+def share(draft_ids_V=SHARED.draft_ids_V, reading_VM=SHARED.reading_VM, **begin):
+    return SharedVocabulary(draft_ids_V, reading_VM, DRAFT_SIZE, **begin)
+
+
+SHORT = TranslatingDrafter(TableLM(DRAFT_SIZE, max_positions=2), SHARED, 2)
+
+test_refused_vocabularies = refused_calls(
+    {
+        "draft_ids_V has draft id 2 twice": lambda: share(draft_ids_V=[2, 2, 0]),
+        "must hold ids below draft_size = 4; got -1 to 4": lambda: share(draft_ids_V=[4, -1, 0]),
+        "draft_ids_V has no token": lambda: share(draft_ids_V=[-1, -1, -1]),
+        r"must fit; got \(2,\) and \(3, 2\)": lambda: share(draft_ids_V=[2, -1]),
+        "must hold 2 alone for the shared token 0": lambda: share(
+            reading_VM=[[3, -1], [3, 1], [0, -1]]
+        ),
+        r"begin\[0\] must be an integer >= 0 and below 4; got 9": lambda: share(begin=(9,)),
+        "has 3 target and 4 draft tokens, but the models 5 and 4": lambda: loop_of().drafter.check(
+            TableLM(5), None, DRAFT
+        ),
+        "must be a SharedVocabulary": lambda: TranslatingDrafter(TableLM(DRAFT_SIZE), None, 2),
+        "K = 2 does not fit the draft's 2 positions": lambda: SHORT.check(TableLM(3), None, DRAFT),
+    }
+)

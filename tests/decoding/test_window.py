@@ -1,16 +1,18 @@
 """The target drafts for itself with a window, as from a masked cache; texts do not change."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from decoding.test_early_exit import MODELS, TEXTS, TOKENS, drafted, pair_of, plain, tokens
-from specsamp import Loop, TokenRule, WindowDrafter, chain, temperature
+from specsamp import Loop, TokenRule, WindowDrafter, chain, generate, temperature
 from specsamp.jax_names import jaxprs
 from specsamp.models.visibility import Visibility
 from support.fakes import prefill
+from support.refusals import refused_calls
 
 WINDOW, SINKS, K = 6, 2, 3
 
@@ -154,3 +156,19 @@ def test_a_draft_reads_slices_of_the_cache_alone():
 
     assert read(WINDOW) == {"slice", "dynamic_slice"}
     assert "dot_general" in read(slots - SINKS - K)
+
+
+make = functools.partial(WindowDrafter, MODELS["learned"], K=3, window=8)
+
+test_refused_windows = refused_calls(
+    {
+        "not the pair's target": lambda: generate(pair_of("rotary"), TEXTS, 4, drafter=make()),
+        "K .*>= 1.*got 0": lambda: make(K=0),
+        "window .*>= 1.*got 0": lambda: make(window=0),
+        "sinks .*>= 0.*got -1": lambda: make(sinks=-1),
+        "positions .*below 3; got 3": lambda: make(positions=3),
+        "4 sinks and a window of 36 are the whole context of 40 tokens: shorten": lambda: make(
+            window=36
+        ),
+    }
+)

@@ -20,10 +20,12 @@ from specsamp import (
     EarlyExitDrafter,
     ModelDrafter,
     NgramDrafter,
+    NoDrafter,
     Pair,
     TokenRule,
     TransformerLM,
     chain,
+    greedy,
     temperature,
     top_p,
 )
@@ -46,6 +48,7 @@ from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
 from support.audits import FAR, NEAR, PROMPTS, RARE, TARGET, K, V, subject_of, table_subject
 from support.fakes import LayeredTableLM, TableLM
+from support.refusals import refused_arguments, refused_calls
 from support.weights import drawn_params
 
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
@@ -360,3 +363,28 @@ def test_inapplicable_checks_are_reported():
     flat = dataclasses.replace(flat, pair=dataclasses.replace(flat.pair, target_params=0 * TARGET))
     assert "agreement means nothing" in streams.greedy_text(flat).sentence
     json.dumps([dataclasses.asdict(streams.greedy_text(flat))], allow_nan=False)
+
+
+test_refused_audits = refused_calls(
+    {
+        r"temperature 0\?": lambda: audit(table_subject(sampling=greedy()), COARSE),
+        "nothing is drafted": lambda: table_subject(drafter=NoDrafter()),
+        "draft_sampling.*Remembers": lambda: table_subject(draft_sampling=Remembers()),
+        "is lossy.*budget": lambda: within_budget(EARS(0.3)),
+        "together 22, more than the target's 20 positions": lambda: table_subject(
+            TableLM(V, max_positions=20), max_new_tokens=15
+        ),
+    }
+)
+
+test_refused_audit_settings = refused_arguments(
+    Settings,
+    {
+        "checks must be one of greedy, bfloat16, .*got 'luck'": dict(checks=("luck",)),
+        r"checks must .*got \(\)": dict(checks=()),
+        "checks must .*got 'greedy'": dict(checks="greedy"),
+        "detect must": dict(detect=0.0),
+        "false_alarm must": dict(false_alarm=1.0),
+        "rows must": dict(rows=0),
+    },
+)

@@ -26,6 +26,7 @@ from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Attempt, compare_scores, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
 from support.extras import is_here, needs
+from support.refusals import refused_calls
 
 ADD = {
     "task_id": "Own/0",
@@ -49,16 +50,17 @@ def lines(records):
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
+def write_file(content, name="data.jsonl"):
+    """Writes a file in the current folder and returns its name."""
+    pathlib.Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return name
+
+
 @pytest.fixture
-def write(tmp_path):
-    """Returns a function that writes a file and returns its name."""
-
-    def write(content, name="data.jsonl"):
-        path = tmp_path / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return str(path)
-
-    return write
+def write(tmp_path, monkeypatch):
+    """Returns `write_file`, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return write_file
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -310,3 +312,56 @@ def test_verdicts(text, verdict):
 @pytest.mark.parametrize("texts, expected", COMPLETIONS)
 def test_completions(texts, expected):
     assert parses(*eval(texts)) is (expected == "True")
+
+
+def humaneval(content, name="data.jsonl"):
+    return load_humaneval(write_file(content, name))
+
+
+def mbpp(**record):
+    return load_mbpp(write_file(lines([record])))
+
+
+test_refused_tasks = refused_calls(
+    {
+        "data.jsonl is empty: it should hold records with task_id, prompt": lambda: humaneval(""),
+        "line 2: task_id 'Own/0' is that of .*line 1": lambda: humaneval(lines([ADD, ADD])),
+        "line 2: no field 'entry_point', there are": lambda: humaneval(
+            lines([ADD, {"task_id": "b", "prompt": ""}])
+        ),
+        "line 1: field 'prompt' must be str, not 3": lambda: humaneval(
+            lines([ADD | {"prompt": 3}])
+        ),
+        "line 2: no JSON": lambda: humaneval(lines([ADD]) + "{"),
+        r"line 3: must be a JSON object; got '\[1\]'": lambda: humaneval(lines([ADD]) + "\n[1]\n"),
+        "no text in UTF-8 .byte 0": lambda: humaneval(b"\xff"),
+        "cut.gz is damaged": lambda: humaneval(
+            gzip.compress(lines([ADD] * 99).encode())[:-12], "cut.gz"
+        ),
+        "data.jsonl.gz is damaged": lambda: humaneval(b"no gzip", "data.jsonl.gz"),
+        "no file 'no.jsonl'": lambda: load_task("humaneval", "no.jsonl"),
+        "no regular file": lambda: load_task("humaneval", "."),
+        "task must be one of humaneval, xsum.*got 'chess'": lambda: load_task("chess"),
+        "spec_bench has no default source": lambda: load_task("spec_bench"),
+        "one article, which is the example": lambda: text_tasks.load_xsum(
+            write_file(lines(ARTICLES[:1]))
+        ),
+        "question 81 has no turns": lambda: text_tasks.load_turns(
+            "mt_bench", write_file(lines([dict(question_id=81, category="writing", turns=[])]))
+        ),
+        "shots have no effect on the task mbpp": lambda: load_task(
+            "mbpp", write_file("{}"), shots=write_file("{}", "shots.jsonl")
+        ),
+        "task 11 has neither a field 'text' nor 'prompt'": lambda: mbpp(task_id=11, test_list=[]),
+        "no task_id from 11 to 510": lambda: mbpp(task_id=10, text="a", test_list=["b"]),
+        r"task 11: field 'test_list' must hold lines of code, not \[\]": lambda: mbpp(
+            task_id=11, text="a", test_list=[]
+        ),
+        r"'test_list' must hold lines of code, not \[3\]": lambda: mbpp(
+            task_id=11, text="a", test_list=[3]
+        ),
+        "must hold lines of code, not .* ' '": lambda: mbpp(
+            task_id=11, text="a", test_list=["assert f(1) == 2", " "]
+        ),
+    }
+)

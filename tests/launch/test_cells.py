@@ -1,6 +1,7 @@
 """Configurations and points become cells, and a file becomes prompts; other weights are refused."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from support import fakes
+from support.refusals import refused_calls
 
 
 @pytest.fixture
@@ -117,3 +119,20 @@ def test_cells_show_the_cost_of_both_sides():
     )
     assert plain == f"{name}, plain"
     assert plain_ms / ms == pytest.approx(cell["result"]["speedup"]["median"], rel=0.2)
+
+
+def read(name, content):
+    pathlib.Path(name).write_bytes(content)
+    return cells.read_prompts(name)
+
+
+test_refused_prompts = refused_calls(
+    {
+        "holds no prompts": lambda: read("prompts.txt", b""),
+        "prompt 2 of .*txt.* is empty": lambda: read("prompts.txt", b"one\n\ntwo"),
+        "prompt 2 of .*json.* is empty": lambda: read("prompts.json", b'["a", ""]'),
+        "is no JSON:": lambda: read("prompts.json", b'["a"'),
+        "prompts.txt is no text in UTF-8": lambda: read("prompts.txt", b"\xff"),
+        "is damaged, or of another kind": lambda: read("prompts.json", b'{"texts": []}'),
+    }
+)

@@ -9,6 +9,7 @@ from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
 from specsamp import EARS, Bounded, JointThreshold, Lenience, RowStats, TokenRule, Typical
 from specsamp.analysis import report
+from support.refusals import refused_calls
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,14 @@ def test_evaluations_show_the_price_of_lossy_rules():
     (price,) = [one for one in evaluation_tables("x", rows) if "Price" in one.title]
     assert price.rows == [("ears:1 (control, not exact)", "0.05000", "0.250", "+0.0400")]
     assert not [one for one in evaluation_tables("x", rows[:1]) if "Price" in one.title]
+
+
+test_refused_rules = refused_calls(
+    {
+        "rule must be one of .*got 'lucky'": lambda: make_rule("lucky"),
+        "rule 'token:1': token takes no constants": lambda: make_rule("token:1"),
+        "rule 'ears:0.3:0.4': ears takes 1 constants": lambda: make_rule("ears:0.3:0.4"),
+        "rule 'ears:much': 'much' is no number": lambda: make_rule("ears:much"),
+        "'bounded:0.1' needs .*, such as bounded:0.01:ears:1.0": lambda: make_rule("bounded:0.1"),
+    }
+)

@@ -6,6 +6,7 @@ import re
 from configs.hf import HEADS, PAIRS
 from launch.lib import page
 from launch.lib.study import RESULTS
+from support.refusals import refused_calls
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -69,3 +70,14 @@ def test_readme_lists_the_configured_public_pairs():
         (name, pair.target, pair.draft, str(pair.model_parallelism))
         for name, pair in (PAIRS | HEADS).items()
     ]
+
+
+test_refused_pages = refused_calls(
+    {
+        "grid-x": lambda: page.filled("<!-- table: grid-x -->\n<!-- end -->"),
+        "table: grid -->": lambda: page.filled("<!-- table: grid -->\nprose"),
+        "table: grid": lambda: page.filled("<!-- table: grid -->\n" * 2 + "<!-- end -->"),
+        "<!-- end -->": lambda: page.filled("prose\n<!-- end -->"),
+        "'nothing'": lambda: page.filled("<!-- table: nothing -->\n<!-- end -->"),
+    }
+)

@@ -26,6 +26,7 @@ from specsamp.training.run_folder import read_metrics
 from support import mesh_worker as worker
 from support import run_script
 from support.checkpoint_shapes import random_params
+from support.refusals import refused_calls
 
 WORKER = pathlib.Path(worker.__file__)
 ROOT = WORKER.parents[2]
@@ -306,3 +307,14 @@ def test_folders_that_only_share_a_name_are_refused(tmp_path, small):
     config = f"--config={ROOT}/configs/python_pair.py:tiny_target"
     for output in launch("train", config, "--workdir=run", *small, folders=folders, code=2):
         assert "is not the same folder for all processes" in output
+
+
+test_refused_processes = refused_calls(
+    {
+        "together, or none": lambda: distributed.start("host:1", None, None),
+        "process_id must be .* below 2; got 2": lambda: distributed.start("host:1", 2, 2),
+        "must be host:port; got 'host'": lambda: distributed.start("host", 2, 1),
+        "must be host:port; got 'localhost'": lambda: distributed.start("localhost", 2, 0),
+        "must be host:port; got 'host:70000'": lambda: distributed.start("host:70000", 2, 0),
+    }
+)

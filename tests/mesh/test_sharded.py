@@ -34,6 +34,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from support.fakes import TableLM, random_table
+from support.refusals import refused_calls
 from support.weights import drawn_params
 
 SAMPLING = chain(temperature(0.8), top_p(0.9))
@@ -236,3 +237,21 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
 def test_parameters_of_a_drafter_of_ones_own(table_pair):
     pair = dataclasses.replace(table_pair, draft=None, draft_params={"x": jnp.ones(3)})
     assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
+
+
+LAYOUT, TARGET = Layout.tensor_parallel(make_mesh(1, 8)), TransformerLM(tiny())
+PAIR = Pair(target=TARGET, target_params=jax.eval_shape(TARGET.init, jax.random.key(0)))
+
+test_refused_shards = refused_calls(
+    {
+        "'vocab' has 50257 entries.* 8 devices": lambda: LAYOUT.spec(P("vocab"), (50257,)),
+        "no logical axis 'expert'.* batch, vocab": lambda: LAYOUT.spec(P("expert"), (8,)),
+        "2 axis names": lambda: LAYOUT.spec(P("heads", "head"), (8,)),
+        "'heads' has 4 .*mesh.data=2 --config.mesh.model=4": lambda: shard(PAIR, LAYOUT.mesh),
+        r"mesh must be a Mesh, such as make_mesh\(.*got 8": lambda: shard(PAIR, 8),
+        r"a Pair, such as load_pair\('python'\); got 'python'": lambda: shard(
+            "python", LAYOUT.mesh
+        ),
+        "order 'cpu' cannot be split": lambda: TransformerLM(tiny(), "cpu").weight_axes(),
+    }
+)

@@ -3,6 +3,7 @@
 import math
 
 from specsamp.mesh import slices
+from support.refusals import refused_calls
 
 
 def test_every_slice_agrees_with_itself():
@@ -19,3 +20,14 @@ def test_every_slice_agrees_with_itself():
 def test_names_that_people_use_are_understood():
     assert slices.find("v5e-16").name == slices.find(" V5LITEPOD-16 ").name == "v5litepod-16"
     assert slices.find("ironwood-8").name == "tpu7x-8"
+
+
+test_refused_slices = refused_calls(
+    {
+        r"type 'v4-30'; closest matches: v4-16, v4-32 \(.* TensorCores": lambda: slices.find(
+            "v4-30"
+        ),
+        r"'v5e-2'; .*: v5litepod-1, v5litepod-4 \(.* chips\)": lambda: slices.find("v5e-2"),
+        "unknown TPU accelerator type 'v5p'; closest matches: v5p-": lambda: slices.find("v5p"),
+    }
+)

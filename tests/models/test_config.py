@@ -1,6 +1,7 @@
 """Counts, names, axes and shapes of parameters."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -16,6 +17,7 @@ from specsamp.models.config import (
     TransformerConfig,
     tiny,
 )
+from support.refusals import refused_arguments
 from support.weights import shapes_of
 
 EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_layers=(0,))
@@ -85,3 +87,42 @@ def described(config):
 
 def test_names_axes_and_shapes():
     assert described(tiny(num_layers=1, num_kv_heads=2, **EVERYTHING)) == GOLDEN
+
+
+test_refused_model_configs = refused_arguments(
+    tiny,
+    {
+        "width must be an integer >= 1.*got 0": dict(width=0),
+        r"num_layers must be an integer >= 1.*got 2\.0": dict(num_layers=2.0),
+        "width 34 is not a multiple of num_heads 4: set head_size": dict(width=34),
+        "num_heads 4 is not a multiple of num_kv_heads 3": dict(num_kv_heads=3),
+        "one of relative, rotary, learned; got 'absolute'": dict(positions="absolute"),
+        "head_size must be even; got 7": dict(positions="rotary", head_size=7),
+        "logit_cap must be a number above 0; got 0.0": dict(logit_cap=0.0),
+        "set window": dict(global_layers=(1,)),
+        r"global_layers\[0\] must be .* below 2; got 2": dict(window=4, global_layers=(2,)),
+        "rotary_size is of rotary positions; these are 'relative'": dict(rotary_size=4),
+        "at most head_size 8; got 3": dict(positions="rotary", rotary_size=3),
+        "num_real_tokens must be .* below 65; got 65": dict(num_real_tokens=65),
+        "one of linear, llama3, yarn, proportional; got 'ntk'": dict(
+            positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)
+        ),
+        "needs original_positions": dict(
+            positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)
+        ),
+        "weight_dtype must be one of None, int8; got 'int4'": dict(weight_dtype="int4"),
+        "ngram_order must be an integer >= 2 and below 6; got 1": dict(ngram_order=1),
+        "experts have a gate, and biases of their own: set gated=True": dict(experts=EXPERTS),
+    },
+)
+
+test_refused_experts = refused_arguments(
+    functools.partial(dataclasses.replace, EXPERTS),
+    {
+        "a token cannot have 9 experts of 8": dict(experts_per_token=9),
+        "num_experts of experts must be an integer >= 1.*got 0": dict(num_experts=0),
+        "normalised must be True or False; got 1": dict(normalised=1),
+        "the limit of experts must be a number .*; got 0": dict(limit=0),
+        r"dense_layers\[0\] must be an integer >= 0.*got -1": dict(dense_layers=(-1,)),
+    },
+)

@@ -25,6 +25,7 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.products import contract
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.enumeration import COMPILE_FAST
+from support.refusals import refused_arguments
 from support.weights import drawn_params
 
 SLOTS = 16
@@ -157,3 +158,13 @@ def test_heads_in_int8(config):
 def test_int8_parts_are_reported_by_side():
     assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
     assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}
+
+
+test_refused_int8_weights = refused_arguments(
+    Int8,
+    {
+        "weights in int8 must be a tuple of target and draft; got .*both": dict(weights=("both",)),
+        "must be a tuple of target and draft; got 'target'": dict(weights="target"),
+        "must be a tuple of target and draft; got None": dict(weights=None),
+    },
+)

@@ -11,6 +11,7 @@ from support import mutants
 from support.distributions import constant, grid, log, one_hots, random_distributions
 from support.enumeration import enumerate_round
 from support.price import joint_and_price, meters, text_variation, token_outputs, variation
+from support.refusals import refused_calls
 
 EXACT = 1e-12
 
@@ -203,3 +204,16 @@ def test_greedy_targets_are_written_exactly(rule):
     target, draft = ([table[keep] for table in side] for side in (target, draft))
     joint, price = joint_and_price(rule, target, draft, num_tokens=2, length=2)
     assert text_variation(joint, target, 2).max() < EXACT and price.max() < EXACT
+
+
+test_refused_lossy_rules = refused_calls(
+    {
+        "EARS's beta must be a number from 0 to 1; got 1.5": lambda: EARS(1.5),
+        "Lenience's lenience must be a number above 0 to 1; got 0": lambda: Lenience(0),
+        "Typical's epsilon must be a number above 0 to 1; got nan": lambda: Typical(epsilon=np.nan),
+        "Typical's delta must be a number above 0 to 1; got 2": lambda: Typical(delta=2),
+        "JointThreshold's tau must be a number above 0 to 1; got 0": lambda: JointThreshold(0),
+        "tv_per_token must be a number from 0 to 1; got -0.1": lambda: Bounded(EARS(), -0.1),
+        "Bounded takes a lossy rule that verifies token by token": lambda: Bounded(Bounded(EARS())),
+    }
+)

@@ -19,6 +19,7 @@ from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.warp import log_probs
 from support.fakes import FALSE_ALARM, TableLM, joint_distribution, table_loop, table_pair
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
+from support.refusals import refused_calls
 from support.tree_mutants import StatesInOrder
 
 REPETITION, PRESENCE, FREQUENCY = 1.4, 0.3, 0.4
@@ -121,3 +122,15 @@ def test_tokens_that_the_vocabulary_has_not_are_refused():
     for options in (dict(sampling=chain(ban([12]))), dict(draft_sampling=chain(bias({99: 1.0})))):
         with pytest.raises(ValueError, match="a biased token must be an id below 12; got"):
             generate(table_pair(), [[1]], 2, **options)
+
+
+test_refused_penalties = refused_calls(
+    {
+        "repetition must be > 0 and finite; got 0.0": lambda: penalties(repetition=0.0),
+        "presence must be finite": lambda: penalties(presence=np.nan),
+        "banned tokens must be a list of ids; got 5": lambda: ban(5),
+        "biases must be a mapping from token ids to numbers": lambda: bias([1]),
+        "a biased token must be an id >= 0; got -1": lambda: ban([-1]),
+        "a bias must be finite, or -inf; got inf": lambda: bias({2: np.inf}),
+    }
+)

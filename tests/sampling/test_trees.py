@@ -17,6 +17,7 @@ from specsamp.sampling.tree_rules import CHILDREN, KSeqRule, RecursiveRule, Trav
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
 from support.extras import slow_but
+from support.refusals import refused_calls
 from support.tree_enumeration import enumerate_tree
 from support.tree_mutants import KeepsTheSecond, MergesEqual, WrongOrder
 
@@ -306,3 +307,12 @@ def test_the_path_of_a_verdict():
         logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft
     )
     assert target.along(verdict).logits_BTV[0, :, 0].tolist() == [0, 2, 3]
+
+
+test_refused_tree_rules = refused_calls(
+    {
+        "children must be one of distinct, .*; got 'best'": lambda: RecursiveRule("best"),
+        "children must be one of .*; got 'worst'": lambda: TraversalRule("worst"),
+        "children must be one of .*; got 'top'": lambda: KSeqRule("top"),
+    }
+)

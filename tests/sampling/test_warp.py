@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from specsamp.sampling.warp import (
     chain,
     first_tokens,
+    for_rows,
     greedy,
     log_probs,
     min_p,
@@ -16,6 +17,7 @@ from specsamp.sampling.warp import (
     top_k,
     top_p,
 )
+from support.refusals import refused_calls
 
 WARPS = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
 TEMPERATURES = (0.0, 1e-38, 0.3, 1.0, 2.5)
@@ -274,3 +276,20 @@ def test_the_nucleus_of_a_public_vocabulary(vocab_size):
         assert (kept.sum(-1) > 0).all()
         alone = np.asarray(warped(chain(top_p(p)), logits[2:3])) > -np.inf
         assert_array_equal(alone[0], kept[2])
+
+
+test_refused_warps = refused_calls(
+    {
+        r"temperature must be >= 0.*got -0\.5": lambda: temperature(-0.5),
+        "temperature must be >= 0.*got nan": lambda: temperature(np.nan),
+        "one number or one per row.*got 'hot'": lambda: temperature("hot"),
+        r"top_p must lie in \(0, 1\].*got 0\.0": lambda: top_p(0.0),
+        "top_k must be an integer >= 1.*got 0": lambda: top_k(0),
+        r"min_p must lie in \[0, 1\].*got -0\.1": lambda: min_p(-0.1),
+        "one number or one per row": lambda: temperature([[1.0]]),
+        r"\(2,\) for 3 prompts: give one number, or": lambda: for_rows(temperature([0.1, 0.2]), 3),
+        r"chain takes warps such as temperature\(0\.8\); got 0\.8": lambda: chain(0.8),
+        "chain takes warps .* got <function temperature": lambda: chain(temperature, top_p),
+        r"temperature must be .* one number or one per row; got \[\]": lambda: temperature([]),
+    }
+)

@@ -12,6 +12,8 @@ from specsamp import (
     CompletionLog,
     CoupledRule,
     NgramDrafter,
+    SamplingRequest,
+    ShortestFirst,
     chain,
     generate,
     generate_many,
@@ -19,8 +21,10 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.engine import Engine
+from specsamp.serving.orders import parse_order
 from support.extras import slow_but
 from support.fakes import counting_pair, table_pair
+from support.refusals import refused_calls
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
 BUDGETS = [5, 21, 9, 30, 1, 13, 17]
@@ -224,3 +228,39 @@ def test_what_prompts_share_is_read_once():
     assert together == by_row(
         generate(PAIR, [[*shots, 3], [*shots, 4]], 3, num_samples=2, draft_length=1)
     )
+
+
+WRONG = ShortestFirst(predictor=lambda request: "ten")
+REQUEST = SamplingRequest(prompts=["a"])
+SCORED = dataclasses.replace(REQUEST, is_scored=True)
+
+
+def ask(requests, **options):
+    return generate_many(counting_pair(), requests, **options)
+
+
+test_refused_queues = refused_calls(
+    {
+        "rows must be": lambda: queue(rows=0),
+        "predictor must be a function of a request; got 3": lambda: ShortestFirst(predictor=3),
+        "aging must be a number from 0; got -1": lambda: ShortestFirst(aging=-1),
+        "number of tokens must be a number from 0; got 'ten'": lambda: ask(
+            ["a"], max_new_tokens=4, order=WRONG
+        ),
+        r"an Order, such as ShortestFirst\(\); got 'shortest'": lambda: ask(
+            ["a"], order="shortest"
+        ),
+        "sampling requests have .* of their own: leave out": lambda: ask([REQUEST], stop=["b"]),
+        "priority must be an integer >= -1000 and below 1001; got 1001": lambda: (
+            dataclasses.replace(REQUEST, priority=1001)
+        ),
+        "--order=shortest_first:x: write first_come, .* or": lambda: parse_order(
+            "shortest_first:x"
+        ),
+        "--order=longest: write first_come": lambda: parse_order("longest"),
+        "learner was given, but NgramDrafter has no draft model": lambda: ask(
+            [REQUEST], drafter=NgramDrafter(2), learner=print
+        ),
+        "generate_many neither streams nor scores: leave both out": lambda: ask([SCORED]),
+    }
+)

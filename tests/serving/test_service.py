@@ -1,5 +1,6 @@
 """Requests at any time: completions are the same as alone; no caller or error blocks them."""
 
+import functools
 import queue
 import threading
 
@@ -12,6 +13,7 @@ from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import compiled_programs
+from support.refusals import refused_arguments
 from support.services import CONTEXT, PAIR, alone, compile_all, make_service, submit
 from support.services import METHOD as QUEUE
 
@@ -196,3 +198,16 @@ def test_a_service_that_closes_says_so_to_those_who_wait():
             caller.wait()
     with pytest.raises(Failed, match="the server ends"):
         submit(made, ["a"], 1, deliver=print)
+
+
+make = functools.partial(Service, pair=PAIR, method=METHOD)
+
+test_refused_services = refused_arguments(
+    make,
+    {
+        "rows must be": dict(rows=0),
+        "max_waiting must be": dict(max_waiting=-1),
+        "context = 65, but the models have 64 positions": dict(context=65),
+        "method must be a Method.*got None": dict(method=None),
+    },
+)

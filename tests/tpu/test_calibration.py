@@ -1,6 +1,7 @@
 """The fits recover the parameters behind the data, and hold for measurements that were left out."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -16,8 +17,9 @@ from specsamp.tpu.calibration import (
     held_out,
     two_digits,
 )
-from specsamp.tpu.measurements import published
+from specsamp.tpu.measurements import FILE, published, read_measurements
 from specsamp.tpu.work import Work
+from support.refusals import refused_calls
 
 ADDED = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3)
 HIDDEN = Calibration(
@@ -134,3 +136,16 @@ def test_a_ratio_compares_within_each_world():
     assert band_ratio(*bare).least == band_ratio(*bare).most == 2.5
     halved = slow / 2
     assert halved.worlds == (3, 10) and halved.most == 10
+
+
+FOUND = json.loads(FILE.read_text(encoding="utf-8"))
+GROUP = FOUND["groups"][0]
+STRANGE_ROW = GROUP["rows"][0] | {"colour": "red"}
+WITHOUT_SOFTWARE = {name: x for name, x in GROUP.items() if name != "software"}
+
+test_refused_measurements = refused_calls(
+    {
+        "colour": lambda: read_measurements(FOUND | {"groups": [GROUP | {"rows": [STRANGE_ROW]}]}),
+        "software": lambda: read_measurements(FOUND | {"groups": [WITHOUT_SOFTWARE]}),
+    }
+)

@@ -20,6 +20,7 @@ from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
 from support import extras
 from support.hybrids import RECURRENT, hybrid
+from support.refusals import refused_calls
 
 OPTIMISED = True
 pytestmark = extras.needs("libtpu")
@@ -174,3 +175,16 @@ def test_prompt_of_a_hybrid_is_lowered_with_its_length():
     assert made.call(made.target, 128, is_prompt=True).as_text()
     with pytest.raises(ValueError, match="give lengths_B"):
         made.call(made.target, 128)
+
+
+test_refused_topologies = refused_calls(
+    {
+        "no TPU topology 'v9:2x2': give .* such as .*v4:2x2x4": lambda: described_mesh("v9:2x2"),
+        "no TPU topology 'v4'": lambda: described_mesh("v4"),
+        "no TPU topology 'v4:2x'": lambda: described_mesh("v4:2x"),
+        "no TPU topology 'v4:axb'": lambda: described_mesh("v4:axb"),
+        "no TPU topology 'v4:0x2'": lambda: described_mesh("v4:0x2"),
+        "no TPU topology 'v4:2x2x4x2'": lambda: described_mesh("v4:2x2x4x2"),
+        "the compiler refuses the topology 'v5e:3x5'": lambda: described_mesh("v5e:3x5"),
+    }
+)

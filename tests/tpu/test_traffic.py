@@ -12,6 +12,7 @@ from specsamp.tpu.program import Program
 from specsamp.tpu.schedules import Schedule
 from specsamp.tpu.topology import CHIPS
 from specsamp.tpu.traffic import traffic_of
+from support.refusals import refused_calls
 
 PROGRAM = pathlib.Path(__file__).with_name("hand_counted.hlo").read_text()
 
@@ -256,3 +257,11 @@ def test_equal_kernels_share_one_schedule():
     schedule = Schedule(once=3, in_loop=5, cores=1)
     traffic = traffic_of(program, schedules={"append_rows.2.refs_1_": schedule})
     assert traffic.kernel_cycles == traffic.cycles == 2 * schedule.cycles(2)
+
+
+test_refused_programs = refused_calls(
+    {
+        "no ENTRY computation": lambda: traffic_of("HloModule nothing"),
+        "an array of c64, whose size": lambda: traffic_of(PROGRAM.replace("bf16[", "c64[")),
+    }
+)

@@ -1,6 +1,7 @@
 """Corpora, tokenizers and windows: functions of the files, the seed and the step."""
 
 import json
+import pathlib
 import types
 
 import numpy as np
@@ -20,6 +21,7 @@ from specsamp.training.data import (
     train_tokenizer,
 )
 from support import extras
+from support.refusals import refused_calls
 
 LETTERS = types.SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=0)
 
@@ -286,3 +288,19 @@ def test_arrays_that_are_no_sequences_are_refused(array, message, tmp_path):
     np.save(tmp_path / "x.npy", array, allow_pickle=True)
     with pytest.raises(ValueError, match=message):
         read_corpus(tmp_path, pattern="*.npy")
+
+
+HERE = pathlib.Path()  # an empty folder
+
+test_refused_corpora = refused_calls(
+    {
+        "no folder of texts at nowhere": lambda: read_corpus("nowhere"),
+        r"nothing to train on: .* matches '\*.py'": lambda: read_corpus(HERE),
+        "1 undecodable, 1 held out": lambda: read_corpus(
+            write(HERE, {"a.py": b"\xff", "b.py": "1"}), held_out=1.0
+        ),
+        "data.held_out must be a number from 0 to 1; got 1.5": lambda: read_corpus(
+            write(HERE, {"b.py": "1"}), held_out=1.5
+        ),
+    }
+)

@@ -25,6 +25,8 @@ from specsamp.training.trainer import (
     state_shardings,
     train_step,
 )
+from support.heads import mtp
+from support.refusals import refused_arguments
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, STEPS = 16, 12, 2, 3
@@ -269,3 +271,20 @@ def test_chunks_that_do_not_divide_the_windows(target_params):
     with pytest.raises(ValueError, match="test_time.chunk 5 does not divide windows of 12 tokens"):
         task = dataclasses.replace(TASK, chunk=5)
         jax.eval_shape(task.loss, task.init(KEY), TASK.teacher(target_params), TOKENS, KEY)
+
+
+NARROW = TransformerLM(tiny(vocab_size=V, width=8))
+MODULES = mtp(V, layer=LAYER, target_layers=LAYERS, hidden_layers=(0,), num_modules=4)
+
+test_refused_head_trainings = refused_arguments(
+    functools.partial(dataclasses.replace, TASK),
+    {
+        "one of forward_kl, .*cross_entropy.*got 'entropy'": dict(objective="entropy"),
+        "test_steps must be an integer >= 1 .*; got 0": dict(test_steps=0),
+        "decay must be a number above 0 to 1; got 0.0": dict(decay=0.0),
+        "chunk must be an integer >= 1 .*; got 0": dict(chunk=0),
+        "test_time.test_steps is 3, but each of the 4 modules is one step": dict(head=MODULES),
+        "test_steps is 4, but the head drafts 3 tokens at most": dict(head=MEDUSA, test_steps=4),
+        "made for another target: its width is 16": dict(target=NARROW),
+    },
+)

@@ -1,6 +1,7 @@
 """LayerSkip: the schedules and weights of the paper, dropped layers, and the loss."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from specsamp import TransformerLM
 from specsamp.models.config import tiny
 from specsamp.training.layerskip import LayerSkip, loss_weights, read_layers
 from specsamp.training.training_task import TrainModel
+from support.refusals import refused_arguments
 from support.weights import drawn_params
 
 V, LENGTH = 16, 12
@@ -123,3 +125,19 @@ def test_the_loss_is_the_weighted_sum(params):
     assert_allclose(
         metrics["text_loss"], jax.jit(TrainModel(MODEL).loss)(params, None, rows, KEY)[0], rtol=1e-5
     )
+
+
+FLAT = TransformerLM(tiny(num_layers=1))
+make = functools.partial(
+    LayerSkip, model=TransformerLM(tiny(num_layers=4)), steps=150, rotation=2, exit_scale=1.0
+)
+
+test_refused_layer_skips = refused_arguments(
+    make,
+    {
+        "curriculum must be one of rotational, gradual; got 'random'": dict(curriculum="random"),
+        "dropout must be a number from 0 to 1; got 1.5": dict(dropout=1.5),
+        "rotation must be an integer >= 1 .*; got 0": dict(rotation=0),
+        "a model of one layer has no earlier exit": dict(model=FLAT),
+    },
+)

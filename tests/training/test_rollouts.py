@@ -17,10 +17,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 from rich.console import Console
 
 from specsamp import BlockRule, Pair, TransformerLM, generate
+from specsamp.decoding.drafters import EarlyExitDrafter, NgramDrafter
+from specsamp.decoding.method import Method
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
+from specsamp.sampling.lossy import Lenience
 from specsamp.sampling.warp import chain, log_probs, temperature, top_k
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import (
@@ -34,6 +37,7 @@ from specsamp.training.rollouts import (
 from specsamp.training.trainer import Intervals, TrainConfig
 from specsamp.training.training_task import TrainModel
 from support.fakes import COMPILED
+from support.refusals import refused_calls
 from support.weights import drawn_params
 
 V, BUDGET = 16, 6
@@ -301,3 +305,30 @@ def distil(pair, task=DRAFT, **options):
 def test_invalid_reward_is_named_with_its_prompt(tmp_path, value):
     with pytest.raises(ValueError, match=rf"the reward of prompt \d, sample 0.*{value}"):
         run(tmp_path, reward=lambda prompt, text: value)
+
+
+make = functools.partial(Rollouts, PAIR, PROMPTS, CONFIG)
+NGRAMS = NgramDrafter(K=2)
+FEW_ROWS = dataclasses.replace(CONFIG, policy=optimizer(batch=32))
+
+test_refused_rollouts = refused_calls(
+    {
+        "policy.batch 8 .* group 3": lambda: RolloutConfig(policy=optimizer(), group=3),
+        "group.* 1": lambda: RolloutConfig(policy=optimizer(), group=1),
+        "temperature .*above 0.* 0": lambda: RolloutConfig(policy=optimizer(), temperature=0),
+        "draft.batch 4 .* 8": lambda: RolloutConfig(policy=optimizer(), draft=optimizer(batch=4)),
+        "8 prompts.* 4": lambda: Rollouts(PAIR, PROMPTS, FEW_ROWS),
+        "lossy": lambda: make(rule=Lenience(0.5)),
+        "temperature alone": lambda: make(sampling=chain(temperature(0.7), top_k(5))),
+        "leave method out": lambda: make(method=Method(drafter=NGRAMS)),
+        "both": lambda: run("unused", draft_task=TrainModel(lm(8), PAIR.target)),
+        "NgramDrafter has no draft": lambda: distil(PAIR, drafter=NGRAMS),
+        "EarlyExitDrafter has no draft": lambda: distil(
+            PAIR, drafter=EarlyExitDrafter(PAIR.target, 1, 2)
+        ),
+        "another tokenizer": lambda: distil(
+            dataclasses.replace(PAIR, vocabulary="any"), drafter=NGRAMS
+        ),
+        "pair's draft is of another model": lambda: distil(PAIR, TrainModel(lm(16), PAIR.target)),
+    }
+)

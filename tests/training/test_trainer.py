@@ -3,6 +3,7 @@ their target.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from specsamp.training.trainer import (
 )
 from specsamp.training.training_task import TrainModel
 from support.extras import slow_but
+from support.refusals import refused_calls
 from support.training import metrics, quiet
 from support.weights import drawn_params
 
@@ -328,3 +330,21 @@ def test_draft_equal_to_target_is_always_accepted(target):
     assert measured.keys() == {"loss"} | compared
     assert_allclose([measured[name] for name in compared], 1.0, atol=1e-5)
     assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5)
+
+
+make_config = functools.partial(dataclasses.replace, TRAIN)
+OTHER = TransformerLM(dataclasses.replace(MODEL.config, vocab_size=33))
+
+test_refused_trainers = refused_calls(
+    {
+        "train.steps must be an integer >= 1 .*; got 0": lambda: make_config(steps=0),
+        "train.batch 8 is no multiple of train.microbatches 3": lambda: make_config(microbatches=3),
+        "train.warmup_steps must be .* below 12; got 12": lambda: make_config(warmup_steps=12),
+        "learning_rate must be a number above 0; got 0.0": lambda: make_config(learning_rate=0.0),
+        "train.beta2 must be a number from 0 to 1; got 1.5": lambda: make_config(beta2=1.5),
+        "train.seed must be .* below 4294967296; got 4294967296": lambda: make_config(seed=2**32),
+        "intervals.evaluate must be an integer >= 1 .*; got 0": lambda: Intervals(evaluate=0),
+        "one of forward_kl, .*cross_entropy.*got 'kl'": lambda: TrainModel(MODEL, MODEL, "kl"),
+        "draft vocabulary 32 != target 33": lambda: TrainModel(MODEL, OTHER),
+    }
+)

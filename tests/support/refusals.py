@@ -1,0 +1,33 @@
+"""Tests that bad values are refused, beside the other tests of a feature."""
+
+import functools
+
+import pytest
+
+REFUSALS = ValueError, TypeError, NotImplementedError, FileNotFoundError
+
+
+def refused_calls(calls):
+    """Returns a test that each call raises an error of one line, which matches the call's pattern.
+
+    A message names field, value and fix. The calls run in an empty folder.
+
+    Args:
+      calls: functions without arguments, by the pattern of the message.
+    """
+
+    @pytest.mark.parametrize("message", calls)
+    def test(message, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(REFUSALS, match=message) as error:
+            calls[message]()
+        assert "\n" not in str(error.value)
+
+    return test
+
+
+def refused_arguments(function, arguments):
+    """Returns the test of `refused_calls` for one function: its arguments, by pattern."""
+    return refused_calls(
+        {message: functools.partial(function, **given) for message, given in arguments.items()}
+    )
