@@ -97,7 +97,7 @@ def test_without_centroids_all_tokens_are_scored(checkpoint, tmp_path):
     check(np.where(np.isfinite(EXPECTED), found, -np.inf), EXPECTED)
 
 
-def test_a_mesh_scores_a_padded_vocabulary_as_one_device(checkpoint, tmp_path):
+def test_padded_vocabulary_on_a_mesh_scores_equal_logits(checkpoint, tmp_path):
     found = score(checkpoint, opened(checkpoint, tmp_path), 100, make_mesh(2, 4))
     check(found[..., :96], EXPECTED)
     assert np.isneginf(found[..., 96:]).all()

@@ -45,7 +45,7 @@ def template(source):
     return ChatTemplate(path="here.json", source=source, special_tokens=TOKENS)
 
 
-def test_llama_3():
+def test_llama_3_template_is_rendered():
     assert template(LLAMA3).render(TALK) == (
         "<s><|start_header_id|>system<|end_header_id|>\n\nBe short.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
@@ -56,7 +56,7 @@ def test_llama_3():
     assert template(LLAMA3).render([ASK], add_generation_prompt=False).endswith("Why?<|eot_id|>")
 
 
-def test_qwen_3():
+def test_qwen_3_template_is_rendered():
     thought = ANSWER | {"content": "<think>\nHm.\n</think>\n\nSo."}
     expected = (
         "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWhy? <|im_end|>\n"
@@ -69,7 +69,7 @@ def test_qwen_3():
     )
 
 
-def test_mistral():
+def test_mistral_template_is_rendered():
     assert (
         template(MISTRAL).render(TALK)
         == "<s>[INST] Be short.\n\nWhy?  [/INST] So.</s>[INST] Go on [/INST]"
@@ -256,7 +256,7 @@ def test_unusable_template_is_an_error(no_process, monkeypatch, tmp_path):
         knows_conversations(ByteTokenizer())
 
 
-def test_texts_that_are_too_long_are_told():
+def test_too_long_rendered_texts_are_refused():
     with pytest.raises(ValueError, match="here.json .* it writes 33,554,432 characters$"):
         template("{{ 'x' * 2 ** 25 }}").render([ASK])
     with pytest.raises(

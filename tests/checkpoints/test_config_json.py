@@ -93,7 +93,7 @@ def test_keys_that_transformers_ignores_are_refused():
 
 
 @pytest.mark.parametrize("name", golden.NAMES)
-def test_models_that_see_what_follows_are_refused(name):
+def test_bidirectional_models_are_refused(name):
     assert read(name, is_causal=True) == read(name)
     with pytest.raises(ValueError, match="is_causal = False; only True is supported"):
         read(name, is_causal=False)

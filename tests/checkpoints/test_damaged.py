@@ -174,7 +174,7 @@ def test_damage_is_named(saved, change, message):
         open_all(saved)
 
 
-def test_damaged_headers(tmp_path):
+def test_damaged_headers_are_refused(tmp_path):
     def with_header(header):
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
         (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))

@@ -84,7 +84,7 @@ def test_absent_text_config_keys_have_transformers_defaults(name):
     assert tuple(getattr(config, size) for size in SIZES) == USUAL[name]
 
 
-def test_a_unified_gemma_4_is_the_text_model_with_other_defaults():
+def test_unified_gemma_4_is_read_as_text_model():
     outer = dict(
         architectures=["Gemma4UnifiedForConditionalGeneration"], model_type="gemma4_unified"
     )

@@ -201,7 +201,7 @@ def test_invalid_pair_name_is_refused(read, what, name):
         read(name)
 
 
-def test_prompts(saved):
+def test_prompts_of_a_pair_are_read(saved):
     with pytest.raises(FileNotFoundError, match="has no prompts: .*prompts.json is missing"):
         load_prompts(saved)
     (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}')

@@ -57,7 +57,7 @@ def test_damaged_tokenizers_are_named(with_specials, tmp_path):
         JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
 
 
-def test_texts_of_unknown_words_are_told_apart():
+def test_texts_of_unknown_words_differ():
     tokenizer = load_pair("digits").tokenizer
     assert tokenizer.knows("3 def 4") and not tokenizer.knows("def main")
     assert load_pair("python").tokenizer.knows("def main")

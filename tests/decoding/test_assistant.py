@@ -59,5 +59,5 @@ def test_texts_have_the_joint_distribution_of_the_target(rule):
     assert value > FALSE_ALARM and 0.05 < accepted < 0.9
 
 
-def test_argmax_drafts_that_are_judged_as_drawn_are_found():
+def test_argmax_drafts_verified_as_drawn_are_caught():
     assert p_value(JudgesArgmaxAsDrawn, TokenRule())[0] < FALSE_ALARM

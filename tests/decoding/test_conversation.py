@@ -45,7 +45,7 @@ def test_the_longest_text_is_read():
     assert said(chat, text, 1) == anew(pair, text, 1, draft_length=3)
 
 
-def test_text_and_stops():
+def test_conversation_streams_text_and_stops():
     chat = Conversation(counting_pair(), draft_length=2, stop=["gh"])
     assert "".join(chunk.text for chunk in chat.stream("abc", 20)) == "def"
     assert "".join(chunk.text for chunk in chat.stream("abcdefgxyz", 3)) == "{|}"

@@ -187,7 +187,7 @@ def errors_of_long_text(length, read=512, kept=2):
 
 
 @pytest.mark.slow
-def test_errors_of_rejections_do_not_grow_over_10000_tokens():
+def test_rejection_errors_stay_small_over_10000_tokens():
     errors = errors_of_long_text(20 * 512)
     assert errors[-1000:].max() < 2 * errors[:1000].max() < 2e-4
 

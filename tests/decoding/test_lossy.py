@@ -128,7 +128,7 @@ def test_a_budget_bounds_every_token():
 
 
 @every_case
-def test_statistics_and_meter_tell_one_story(case):
+def test_statistics_agree_with_the_meter(case):
     """Accepted tokens minus the metered extra are the token rule's; meters behind a text are 0."""
     _, _, _, found = run(case)
     state, stats = found.state, jax.device_get(found.state.stats)
@@ -156,7 +156,7 @@ def whole():
     return generate(counting_pair(), ["a"], 24, stop=[NEVER], **OPTIONS)[0]
 
 
-def test_completions_say_what_they_cost():
+def test_completions_have_the_price_of_lossy_rules():
     stats = whole().stats
     assert not whole().exact
     assert 0 < stats.variation < stats.emitted

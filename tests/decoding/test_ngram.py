@@ -64,7 +64,7 @@ def test_the_longest_match_in_a_corpus_drafts(text, drafted):
     assert propose(NgramDrafter(K, corpus=CORPUS), text)[0] == [drafted]
 
 
-def test_ngrams_of_one_hash_are_told_apart(monkeypatch):
+def test_ngrams_of_equal_hash_stay_apart(monkeypatch):
     monkeypatch.setattr(ngram, "_hashes", lambda before_XN, size: jnp.zeros_like(before_XN))
     drafts, _ = propose(NgramDrafter(K, corpus=CORPUS[:3]), [5, 1, 2, 3], [0, 1], [9, 2, 3])
     assert drafts == [[4], [], [4]], "the last n-gram alone is found, where it agrees"

@@ -128,7 +128,7 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     assert compare_scores(scores, scores)["a"].detectable == 3 / 200
 
 
-def test_the_hub(write, monkeypatch):
+def test_data_set_of_the_hub_is_read(write, monkeypatch):
     """The stand-in of the hub's library offers a data set whose files the hub has converted."""
     ours = {
         "main/test-0.jsonl": write(lines([ADD]), "0"),
@@ -160,7 +160,7 @@ def test_the_hub(write, monkeypatch):
 
 
 @pytest.mark.skipif(not is_here("pyarrow"), reason="without pyarrow")
-def test_parquet(tmp_path):
+def test_parquet_files_are_read(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -188,7 +188,7 @@ def test_xsum_asks_with_one_example(write, monkeypatch):
 
 
 @needs("rouge_score")
-def test_rouge(write):
+def test_rouge_scores_equal_hand_counts(write):
     """Scores equal hand counts of unigrams, bigrams and the longest common subsequence."""
     task = load_task("xsum", write(lines(ARTICLES)))
     found = task.score(task.problems[0], [Attempt(text=" A cat slept.\n\nArticle: A cat sat.")])
@@ -259,7 +259,7 @@ def test_shots_are_shown_before_each_question(write, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["text", "prompt"])
-def test_mbpp(write, field):
+def test_mbpp_counts_passing_completions(write, field):
     record = {
         "task_id": 11,
         field: "Write a function to match \\x.",
@@ -305,12 +305,12 @@ VERDICTS, COMPLETIONS = (
 
 
 @pytest.mark.parametrize("text, verdict", VERDICTS)
-def test_verdicts(text, verdict):
+def test_parser_tells_complete_incomplete_and_wrong(text, verdict):
     assert parse_python(eval(text)) is ParseResult[verdict]
 
 
 @pytest.mark.parametrize("texts, expected", COMPLETIONS)
-def test_completions(texts, expected):
+def test_cut_completions_that_parse_are_counted(texts, expected):
     assert parses(*eval(texts)) is (expected == "True")
 
 

@@ -22,7 +22,7 @@ TINY += [
 
 
 @pytest.mark.slow
-def test_a_sound_pair(tmp_path):
+def test_audit_of_a_sound_pair_passes(tmp_path):
     output = tmp_path / "audit.json"
     done = succeed("audit", "--plain", *TINY, f"--output={output}")
     assert "1 of 1 checks passed" in done.stdout and "acceptance  passed" in done.stdout

@@ -145,7 +145,7 @@ def test_an_error_is_one_line(status_of, error, status, message):
     assert (found, written.strip()) == (status, message)
 
 
-def test_an_interrupt_says_what_is_kept(status_of, entry):
+def test_interrupt_names_the_kept_results(status_of, entry):
     def main():
         with entry.keeps("two cells are in x.json; the same command goes on"):
             raise KeyboardInterrupt

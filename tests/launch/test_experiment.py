@@ -126,7 +126,7 @@ def test_sampling_that_is_off_is_left_out():
     assert isinstance(SamplingFields(temperature=0.8).warp(), Chain)
 
 
-def test_slower_int8_is_told_before_it_starts(monkeypatch, capsys):
+def test_slower_int8_is_announced_before_decoding(monkeypatch, capsys):
     monkeypatch.setattr(int8_time, "OVER_BFLOAT16", {"v4": {1: 0.8, 8: 1.3}})
 
     def told(kind, **fields):
@@ -311,7 +311,7 @@ def test_problems_of_each_category_are_the_first_ones():
     ) == problems
 
 
-def test_kv_heads_of_a_folder_are_read_for_the_mesh(tmp_path):
+def test_mesh_reads_kv_heads_from_the_folder(tmp_path):
     content = CONFIGS["meta-llama/Llama-3.1-8B"]
     (tmp_path / "config.json").write_text(json.dumps(dict(content)))
     assert experiment.read_kv_heads(PublicNames(target=str(tmp_path))) == 8

@@ -26,7 +26,7 @@ def test_figure_1_has_curves_and_published_points():
     assert tuple(lines(share)["Chen et al., HumanEval"][:, 1]) == figures.PAPER_EMITTED["HumanEval"]
 
 
-def test_too_few_cells():
+def test_figure_of_too_few_cells_is_refused():
     with pytest.raises(ValueError, match="batch 1"):
         figures.draw_paper({"cells": []})
 

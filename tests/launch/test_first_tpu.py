@@ -52,7 +52,7 @@ def three_checks(monkeypatch):
     monkeypatch.setattr(kernel_check, "CHECKS", few)
 
 
-def test_bad_kernels_are_named_and_others_run(three_checks, monkeypatch, tmp_path):
+def test_bad_kernels_are_named_and_good_ones_run(three_checks, monkeypatch, tmp_path):
     """A second run tries the two failed kernels alone, and they pass."""
     asked, made, run = (
         (tmp_path / "first.json", "--parts=doctor,kernel,estimate"),

@@ -14,7 +14,7 @@ FORECASTS = pathlib.Path(__file__).with_name("forecasts.txt").read_text().splitl
 
 
 @pytest.mark.parametrize("line", FORECASTS)
-def test_forecasts(line):
+def test_forecasts_equal_recorded_lines(line):
     arguments, *found = line.split(" => ")
     done = succeed("plan", "--plain", *shlex.split(arguments))
     assert found and all(text in done.stdout for text in found), done.stdout

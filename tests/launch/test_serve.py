@@ -138,7 +138,7 @@ def never(monkeypatch):
         monkeypatch.setattr(importlib.import_module("launch.lib.experiment"), name, fail)
 
 
-def test_a_port_that_somebody_has(never):
+def test_occupied_port_is_refused(never):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = call("serve", f"--port={port}")
@@ -146,7 +146,7 @@ def test_a_port_that_somebody_has(never):
     assert f"--host=127.0.0.1 --port={port}: Address already in use" in done.stderr
 
 
-def test_without_its_libraries_it_says_what_to_install(never, monkeypatch):
+def test_server_without_its_libraries_names_the_packages(never, monkeypatch):
     monkeypatch.setitem(sys.modules, "specsamp.serving.web_server", None)
     assert "pip install starlette uvicorn pydantic jinja2" in refuse("serve", "--port=0")
 

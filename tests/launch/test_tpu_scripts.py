@@ -244,7 +244,7 @@ def test_missing_zone_or_project_is_refused(cloud, flag, variable):
     cloud.run("create", *arguments, place=False, **places)
 
 
-def test_only_what_is_committed_is_copied(cloud):
+def test_uncommitted_changes_are_not_copied(cloud):
     cloud.states("ACTIVE")
     (cloud.checkout / ".gitignore").write_text("/runs/\n/more/\n")
     done = cloud.run("setup", "--name=pod", status=2)

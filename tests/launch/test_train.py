@@ -143,7 +143,7 @@ def test_pair_prompts_begin_held_out_files(tmp_path):
 
 
 @pytest.mark.parametrize("asked, message", refused_trainings("kinds"))
-def test_training_names_what_is_wrong_and_begins_nothing(
+def test_invalid_training_is_refused_before_it_begins(
     run_training, texts, tmp_path, asked, message
 ):
     kind, fields = asked.split(": ", 1)

@@ -95,7 +95,7 @@ def test_processes_decode_save_and_read_like_one(tmp_path):
         ("die_caught", 0, "a computation failed"),
     ],
 )
-def test_survivor_of_a_dead_process_says_why(tmp_path, scenario, survivor, message):
+def test_survivor_of_a_dead_process_ends_with_reason(tmp_path, scenario, survivor, message):
     jobs = start(scenario, tmp_path, SPECSAMP_HEARTBEAT_SECONDS="10")
     jobs[1 - survivor].communicate(timeout=1800)
     output, _ = jobs[survivor].communicate(timeout=1800)
@@ -103,7 +103,7 @@ def test_survivor_of_a_dead_process_says_why(tmp_path, scenario, survivor, messa
 
 
 @pytest.mark.slow
-def test_lone_process_reports_missing_others(tmp_path):
+def test_lone_process_reports_missing_processes(tmp_path):
     (alone,) = start("nothing", tmp_path, present=[0], SPECSAMP_CONNECT_SECONDS="3")
     output, _ = alone.communicate(timeout=1800)
     last = output.splitlines()[-1]
@@ -111,7 +111,7 @@ def test_lone_process_reports_missing_others(tmp_path):
     assert re.fullmatch(r"specsamp: not all 2 .* reached 127.0.0.1:\d+ within 3 seconds", last)
 
 
-def test_other_code_is_refused_by_everybody(tmp_path):
+def test_processes_with_other_code_refuse_to_start(tmp_path):
     codes, outputs = finish(start("other_code", tmp_path))
     assert all(codes)
     for output in outputs:

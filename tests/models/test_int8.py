@@ -135,7 +135,7 @@ def test_int8_model_equals_its_rounded_weights(name, order):
 
 
 @pytest.mark.parametrize("config", HEADS, ids=lambda config: config.kind)
-def test_heads_in_int8(config):
+def test_int8_head_equals_its_rounded_weights(config):
     head = FeatureHead(config)
     ours = FeatureHead(dataclasses.replace(config, layer=in_int8(config.layer)))
     params = drawn_params(head, noise=0.02)

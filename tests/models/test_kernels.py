@@ -149,7 +149,7 @@ def test_attention_equals_the_plain_form(call, dtype, size):
 @pytest.mark.parametrize(
     "kv_heads, batch, int8", [(1, 4, True), (1, 1, False), (2, 3, False), (3, 4, True)]
 )
-def test_cores_share_what_they_can(kv_heads, batch, int8):
+def test_cores_share_sequences_or_heads(kv_heads, batch, int8):
     """Cores divide ragged sequences if they do not divide heads; a single sequence has one core."""
     length, slots = 5, 640
     q, distances = (drawn(batch, 2 * kv_heads, length, last, seed=1) for last in (SIZE, slots))
@@ -420,7 +420,7 @@ def test_first_call_finds_a_bad_kernel(monkeypatch):
     reason_for_plain.cache_clear()
 
 
-def test_words_for_attention():
+def test_attention_words_choose_kernels():
     assert {choose_kernels(*words) for words in (("plain",), ("plain", "tpu"), ("auto",))} == {None}
     assert choose_kernels("kernel", "tpu") == choose_kernels("auto", "tpu") == PallasKernels()
     with pytest.raises(ValueError, match="weight_order 'cpu' has no kernels"):

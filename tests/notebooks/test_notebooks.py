@@ -27,7 +27,7 @@ SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_te
 
 @pytest.mark.slow
 @all_notebooks
-def test_runs(script, tmp_path, tmp_path_factory):
+def test_notebook_runs_with_smaller_sizes(script, tmp_path, tmp_path_factory):
     """The notebooks assert their own claims: which rules are exact, and which are not."""
     text = script.read_text()
     for size, smaller in SMALLER[script.stem].items():

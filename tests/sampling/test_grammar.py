@@ -109,7 +109,7 @@ class ForgetsDrafts(Follow):
 
 
 @pytest.mark.slow
-def test_control_is_caught():
+def test_grammar_that_forgets_drafts_is_caught():
     forgetful = chain(ForgetsDrafts(letters().warps[0].value), temperature(1.2))
     few = dict(length=3, samples=50_000, powered=False)
     assert distribution_test(DRAFTED, NEAR, forgetful, expected=expected(), **few) < FALSE_ALARM

@@ -56,7 +56,7 @@ def test_golden_values_of_one_token(rule, q, p, accepted, cost):
         assert_allclose(rule.variation(log_q, log_p), cost, atol=EXACT)
 
 
-def test_golden_outputs():
+def test_typical_rule_has_golden_outputs():
     with jax.enable_x64(True):
         out = Typical().output(*map(jnp.asarray, (log(FLAT), log(UNIFORM))))
     assert_allclose(out, [0.375, 0.325, 0.3, 0], atol=EXACT)

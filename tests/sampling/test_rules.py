@@ -196,7 +196,7 @@ def test_dropping_tokens_by_probability_is_biased(rule):
     "num_tokens, token, block",
     [(2, 10 / 9, 11 / 9), (3, 38 / 27, 45 / 27), (4, 130 / 81, 166 / 81)],
 )
-def test_expected_accepted(num_tokens, token, block):
+def test_expected_accepted_equals_enumeration(num_tokens, token, block):
     target, draft = constant([1 / 3, 2 / 3], num_tokens + 1), constant([2 / 3, 1 / 3], num_tokens)
     for rule, expected in ((TokenRule(), token), (BlockRule(), block)):
         rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens)

@@ -153,7 +153,7 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeypatch):
+def test_background_compilation_delays_no_running_text(small, monkeypatch):
     """A short completion ends meanwhile; one that outgrows its slots has the same tokens."""
     compile_, is_open = Runner.compile, threading.Event()
 
@@ -244,7 +244,7 @@ def hybrid_pair():
 
 
 @pytest.mark.slow
-def test_prompt_of_a_hybrid_that_is_far_ahead_is_read_again(monkeypatch):
+def test_hybrid_prompt_far_ahead_is_prefilled_again(monkeypatch):
     """A recurrent state cannot be rolled back to the end of a shared prompt."""
     monkeypatch.setitem(PAIRS, "hybrid", hybrid_pair)
     texts, prompt = Texts("hybrid", rows=2, in_background=False), [3, 1, 4, 1, 5, 9, 2, 6] * 4
@@ -258,7 +258,7 @@ def test_prompt_of_a_hybrid_that_is_far_ahead_is_read_again(monkeypatch):
 
 
 @pytest.mark.slow
-def test_row_of_a_resumed_text_lends_no_former_prefix(small):
+def test_resumed_row_lends_no_former_prefix(small):
     """A preempted completion resumes in the row of an ended one, whose prompt a new request repeats
     in the same step.
     """
@@ -278,7 +278,7 @@ def test_row_of_a_resumed_text_lends_no_former_prefix(small):
 
 
 @pytest.mark.slow
-def test_host_memory_has_at_most_as_many_texts_as_rows(small):
+def test_host_memory_keeps_one_text_per_row(small):
     """Each request is shorter than all earlier ones, and preempts the running completion."""
     order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
     texts = Texts(rows=1, in_background=False, order=order)
@@ -293,7 +293,7 @@ def test_host_memory_has_at_most_as_many_texts_as_rows(small):
 
 
 @pytest.mark.slow
-def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(small, monkeypatch):
+def test_text_without_slots_waits_during_prefill(small, monkeypatch):
     texts = Texts(rows=2, in_background=False)
     texts.ask([3, 1, 4, 1, 5] * 4, 80)
     while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].length < 36:
@@ -308,7 +308,7 @@ def test_text_that_outgrows_its_slots_while_a_prompt_is_read_waits_for_more(smal
     texts.check()
 
 
-def test_long_prompt_delays_a_running_text_by_two_chunks(monkeypatch):
+def test_long_prompt_delays_running_text_by_two_chunks(monkeypatch):
     calls, extend = [], Engine.extend
     texts = Texts(rows=2, in_background=False)
     compile_all(texts.batch)

@@ -200,7 +200,7 @@ def test_stop_tokens_budgets_and_tokens(client, server, service):
     wait_until(lambda: service.unfinished == 0)
 
 
-def test_a_chat(client):
+def test_chat_answer_has_the_form_of_openai(client):
     messages = [
         {"role": "user", "content": "abc"},
         {"role": "user", "content": [{"type": "text", "text": "xy"}]},
@@ -223,7 +223,7 @@ def test_a_chat(client):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_what_the_template_refuses(client, monkeypatch):
+def test_template_refusals_become_api_errors(client, monkeypatch):
     """A refusal of the template is the client's mistake; a failure to render is not."""
 
     def ask(role):
@@ -242,7 +242,7 @@ def test_what_the_template_refuses(client, monkeypatch):
     assert found.value.status_code == 503
 
 
-def test_models(client, server):
+def test_model_list_has_the_served_model(client, server):
     (model,) = client.models.list().data
     assert model.id == "bytes" and client.models.retrieve("bytes").id == "bytes"
     with pytest.raises(openai.NotFoundError, match="no such model: 'bytes' is served here"):
@@ -253,7 +253,7 @@ def test_models(client, server):
     assert status == 200 and document["status"] == "ok" and document["busy_rounds_of_rows"] > 0
 
 
-def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, service):
+def test_hostile_documents_get_protocol_errors(server, service):
     for document, message in (
         (b"", "no JSON"),
         ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, of 40 for prompt and text: shorten it"),
@@ -346,7 +346,7 @@ def test_a_client_that_leaves_frees_its_row(server, service, gate, stream):
     check_that_it_answers(server, service)
 
 
-def test_a_client_that_does_not_read_holds_no_row(server, service):
+def test_client_that_never_reads_frees_its_row(server, service):
     before = service.batch.usage.busy
     with begin(server, stream=True), begin(server, stream=False):
         # Each of the two completions takes at least a third of its tokens in rounds.
@@ -359,7 +359,7 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
+def test_client_that_takes_no_bytes_is_disconnected(service, stream):
     """For example, a client sends request after request over a connection, and reads nothing."""
     app = Endpoint(service=service, model="bytes", timeout=0.1).app()
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
@@ -381,7 +381,7 @@ def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream)
     wait_until(lambda: service.unfinished == 0)
 
 
-def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, service, gate):
+def test_request_to_a_full_server_is_refused(server, service, gate):
     waiting = [begin(server, max_tokens=2) for _ in range(ROWS + WAITING)]
     wait_until(lambda: service.unfinished == ROWS + WAITING)
     status, headers, document = post(server, COMPLETIONS, {"prompt": "a"})
@@ -397,7 +397,7 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, servi
     check_that_it_answers(server, service)
 
 
-def test_an_error_within_a_stream_is_its_last_event(client, server, service, monkeypatch):
+def test_stream_error_is_its_last_event(client, server, service, monkeypatch):
     monkeypatch.setattr(type(service.delivery), "_text", lambda *_: 1 / 0)
     with pytest.raises(openai.APIError, match="decoding failed: ZeroDivisionError"):
         list(client.completions.create(model="bytes", prompt="a", stream=True))
@@ -407,7 +407,7 @@ def test_an_error_within_a_stream_is_its_last_event(client, server, service, mon
     check_that_it_answers(server, service)
 
 
-def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
+def test_interrupt_ends_texts_with_a_reason(monkeypatch):
     """Clients get the message in streams and answers; the server counts the ended completions."""
     service = make_service()
     service.start()

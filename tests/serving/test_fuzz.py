@@ -25,7 +25,7 @@ def fuzz(*arguments):
 
 
 @pytest.mark.parametrize("setting", slow_but(SETTINGS, SETTINGS[0]))
-def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
+def test_fuzzed_streams_equal_texts_decoded_alone(setting):
     status, output = fuzz(f"--only={setting}", "--seed=1", "--streams=6")
     assert status == 0, output[-2000:]
 

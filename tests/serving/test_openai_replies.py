@@ -59,7 +59,7 @@ STYLES = ["gpt2", "llama2", "gemma", "chatglm", "t5"]
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("start", [1, 4, 9])
-def test_names_of_a_stream_are_its_text_and_offsets_are_their_places(style, start):
+def test_streamed_token_names_join_to_the_text(style, start):
     text = tokenizer(style)
     tokens = text.encode(TEXT)
     prompt, rest = tokens[:start], tokens[start:]
@@ -88,7 +88,7 @@ def test_chunk_without_text_keeps_its_marks():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_bytes_in_a_row_are_those_of_the_text(style):
+def test_chat_token_bytes_join_to_the_text(style):
     """The text may end inside a character; a token without text has a name and no bytes."""
     text = tokenizer(style)
     prompt, tokens = text.encode("a."), text.encode(TEXT)[:-4]
@@ -106,7 +106,7 @@ def test_bytes_in_a_row_are_those_of_the_text(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
+def test_echo_has_token_names_and_offsets(style):
     """A special token of the prompt has a name, adds no text, and moves no offset."""
     text = tokenizer(style)
     tokens = text.encode(TEXT)
@@ -131,6 +131,6 @@ def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
     )
 
 
-def test_the_answer_of_a_lossy_rule_says_what_it_cost():
+def test_answer_of_a_lossy_rule_has_its_cost():
     answer, _ = replied("gpt2", [5], [6], [1], exact=False)
     assert (answer["exact"], answer["usage"]["total_variation"]) == (False, 0.25)

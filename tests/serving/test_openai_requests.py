@@ -94,7 +94,7 @@ def test_fields_that_are_served():
     assert read({"prompt": [5, 6]}).prompts == [[5, 6]]
 
 
-def test_what_asks_for_nothing_is_taken():
+def test_fields_without_effect_are_accepted():
     document = {
         "prompt": "a",
         "best_of": 3,
@@ -197,7 +197,7 @@ COMPLETIONS, CHAT = (
     "changes, param, message, is_chat",
     [(*case, cases is CHAT) for cases in (COMPLETIONS, CHAT) for case in cases],
 )
-def test_what_is_wrong_is_named_with_its_value(changes, param, message, is_chat):
+def test_invalid_field_is_named_with_its_value(changes, param, message, is_chat):
     document = {"messages": HI} if is_chat else {"prompt": "a"}
     with pytest.raises(ApiError, match=message) as caught:
         read(document | eval(changes), is_chat)

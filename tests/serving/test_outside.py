@@ -122,7 +122,7 @@ def test_the_page_loads_nothing_from_elsewhere(server):
     assert "<script" in page and not re.search(r"http|innerHTML|eval\(| (src|href|onclick)=", page)
 
 
-def test_tokens_are_marked_by_who_wrote_them(server):
+def test_tokens_are_marked_by_their_author(server):
     asked = ASKED | {"mark_drafted": True, "logprobs": 0}
     (choice,) = post(server, COMPLETIONS, asked)[2]["choices"]
     stats = post(server, COMPLETIONS, asked)[2]["metrics"]["speculative_decoding"]
@@ -166,7 +166,7 @@ BOTH = "content-length: 4\ntransfer-encoding: chunked"
         (COMPLETIONS, "transfer-encoding: chunked", "1\n{}\n0\n\n"),
     ],
 )
-def test_nothing_is_answered_behind_a_request_whose_end_is_unclear(server, path, headers, body):
+def test_request_smuggling_gets_no_second_answer(server, path, headers, body):
     head = f"POST {path} HTTP/1.1\nhost: x\ncontent-type: application/json\n{headers}\n\n{body}"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
         raw.sendall(head.replace("\n", "\r\n").encode() + HIDDEN)
@@ -178,7 +178,7 @@ def test_nothing_is_answered_behind_a_request_whose_end_is_unclear(server, path,
     assert received.count(b"HTTP/1.1 ") == 1 and b"unfinished_texts" not in received
 
 
-def test_a_connection_is_kept_as_long_as_its_server_says(service, server):
+def test_connection_lives_for_the_stated_time(service, server):
     """The default of uvicorn, five seconds, closed connections before clients used them again."""
     with serving(service, timeout=45.0) as patient:
         assert patient.config.timeout_keep_alive == 90
@@ -190,7 +190,7 @@ def test_a_connection_is_kept_as_long_as_its_server_says(service, server):
             assert kept.getresponse().read() and kept.sock is not None
 
 
-def test_slow_headers_of_one_address_are_closed_and_said_in_json(service, server, monkeypatch):
+def test_slow_headers_are_closed_with_json_errors(service, server, monkeypatch):
     monkeypatch.setattr("specsamp.serving.web_server.SPARE_CONNECTIONS", 2 - service.capacity)
     with serving(service) as small, contextlib.ExitStack() as held:
         for _ in range(2):
@@ -204,7 +204,7 @@ def test_slow_headers_of_one_address_are_closed_and_said_in_json(service, server
         assert request(server, "GET", "/health")[0] == 200
 
 
-def test_more_requests_than_may_be_open_are_refused_in_json(service):
+def test_too_many_open_requests_get_json_errors(service):
     with serving(service, most=0) as full:
         status, _, document = post(full, COMPLETIONS, ASKED)
         assert status == 503 and "0 requests are open" in document["error"]["message"]

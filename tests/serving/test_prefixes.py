@@ -35,7 +35,7 @@ def text(random, length):
 
 
 @pytest.mark.parametrize("draft_length", [0, K])
-def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length):
+def test_joint_prefill_after_copied_prefixes_keeps_texts(draft_length):
     """One call reads four prompts, two of them after prefixes copied from ended completions."""
     random = np.random.default_rng(0)
     prompts = [text(random, 90) for _ in range(4)]
@@ -52,7 +52,7 @@ def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_
 
 
 @pytest.mark.slow
-def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
+def test_paused_drafter_lends_the_prefix_it_read():
     """A paused draft has read less than the target; chunks have the room of the whole prompt."""
     random = np.random.default_rng(0)
     first = text(random, 120)
@@ -75,7 +75,7 @@ def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
     assert any(chunk.stats.lengths[0] for chunk in chunks), "the control: there were pauses"
 
 
-def test_insert_over_a_row_that_does_not_exist_is_refused():
+def test_insert_over_an_absent_row_is_refused():
     queue = generate_many(PAIR, [[1]], 8, rows=1, draft_length=0)
     state = queue._engine.blank(2)
     for at in ([2, 0], [1, 1], [-2, 0]):

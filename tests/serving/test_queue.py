@@ -59,7 +59,7 @@ def alone():
 
 
 @pytest.mark.parametrize("rows", slow_but([1, 3], 3))
-def test_a_text_is_the_one_that_its_prompt_has_alone(alone, rows):
+def test_queued_texts_equal_texts_decoded_alone(alone, rows):
     """Tokens, end and counts are the same for any order and number of rows."""
     order = [3, 6, 0, 5, 1, 4, 2]
     done = [
@@ -69,7 +69,7 @@ def test_a_text_is_the_one_that_its_prompt_has_alone(alone, rows):
     assert len(done) == 2 * len(PROMPTS) and by_row(done) == alone
 
 
-def test_completions_say_when_neighbours_matter():
+def test_adaptive_completions_are_marked_as_batch_dependent():
     """Drafts may depend on other rows, and completions as well, except under the coupled rule."""
 
     @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_rows_are_busy_while_prompts_wait():
     assert sum(budgets) > 0.9 * 8 * work.usage.rounds and work.usage.rounds < 0.7 * fixed
 
 
-def test_strings_end_texts_and_their_rows_take_the_next_prompt():
+def test_stop_text_frees_its_row_for_prompts():
     prompts, budgets, stop = ["c", "x", "m", "d"], [30, 5, 4, 40], ["gh", "pq"]
     options = dict(draft_length=3, stop=stop)
     together = generate(counting_pair(), prompts, budgets, **options)
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
     assert len(path.read_text().splitlines()) == 1 + len(alone)
 
 
-def test_a_log_has_one_writer_and_what_ended_before_a_break(tmp_path):
+def test_log_has_one_writer_and_finished_completions(tmp_path):
     """Completions that end together are in the log before the first of them is returned."""
     path = tmp_path / "texts.jsonl"
 
@@ -217,7 +217,7 @@ def test_prompts_are_read_together(monkeypatch):
     assert counted[2:] == [1] * 8
 
 
-def test_what_prompts_share_is_read_once():
+def test_shared_prefix_is_prefilled_once():
     """Samples of one prompt share all of it, different prompts the examples at their beginning."""
     shots = [index % 11 for index in range(60)]
     work = generate_many(PAIR, [[*shots, 3], [*shots, 4]], 3, rows=1, num_samples=2, draft_length=1)

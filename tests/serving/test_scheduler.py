@@ -132,7 +132,7 @@ def test_chunks_fit_the_slots_of_every_row(left, slots, is_whole, planned):
     assert plan(left, (16, 64), slots, is_whole) == planned
 
 
-def test_rows_are_taken_from_the_oldest_texts_and_lend_their_prefixes():
+def test_slot_table_lends_prefixes_and_frees_oldest():
     table = SlotTable(Size(rows=3, slots=64), 2, table_loop(TokenRule(), NoDrafter()))
     table.hold(1, range(20))
     table.hold(0, [*range(10), 99, 98, 97])
@@ -167,7 +167,7 @@ def test_size_follows_requests_as_programs_become_ready():
     assert sizes.choose(wanted, [], small[:1]) == Size(4, 32), "the best that is compiled"
 
 
-def test_larger_compiled_size_serves_while_its_own_is_compiled():
+def test_larger_size_serves_until_compilation_ends():
     programs = Background(print, in_thread=False)
     programs.is_ready, ready = programs.ready.__contains__, programs.ready
     sizes, now, largest = sizes_of(programs), Size(1, 32), Size(4, 64)

@@ -63,7 +63,7 @@ def of(completions):
     return [(one.tokens, one.finish, one.text) for one in completions]
 
 
-def test_texts_of_different_requests_are_those_that_they_have_alone(service):
+def test_served_texts_equal_texts_decoded_alone(service):
     """More requests than rows run at once, with different warps, seeds, budgets, samples and ends,
     streamed and whole.
     """
@@ -104,7 +104,7 @@ def test_prompts_of_any_length_up_to_the_context(service):
         assert tokens == [51]
 
 
-def test_who_leaves_frees_rows_and_places(service):
+def test_cancelled_request_frees_rows_and_places(service):
     """Two endless streams hold both rows, and three requests are queued; then all are cancelled."""
     leaving = [Caller(service, ["a"], None, is_streamed=True) for _ in range(2)]
     waiting = [Caller(service, ["b"], None) for _ in range(3)]
@@ -115,7 +115,7 @@ def test_who_leaves_frees_rows_and_places(service):
     assert all(caller.pieces.empty() for caller in waiting)
 
 
-def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
+def test_impossible_request_is_refused_without_a_place(service):
     for given, message in (
         (
             dict(prompts=["a" * CONTEXT]),
@@ -154,7 +154,7 @@ def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
     assert Caller(service, ["abc"], 2).wait() == of(alone(["abc"], 2)) and service.unfinished == 0
 
 
-def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service, monkeypatch):
+def test_batch_error_fails_running_requests_alone(service, monkeypatch):
     """The new batch counts its rounds from its own start."""
     hold, run, calls = threading.Event(), Engine.run, []
 
@@ -172,7 +172,7 @@ def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service,
     assert service.batch.usage.busy - before == waiting.got[0][-1].stats.rounds
 
 
-def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
+def test_service_without_batch_fails_its_requests(service, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(Batch, "fill", lambda _: 1 / 0)
         with pytest.raises(Failed, match="decoding failed: ZeroDivisionError"):
@@ -180,7 +180,7 @@ def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
     assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9)) and service.unfinished == 0
 
 
-def test_a_caller_that_raises_holds_up_nobody(service):
+def test_failing_caller_delays_no_request(service):
     def refuse(piece):
         raise RuntimeError("the event loop is closed")
 
@@ -188,7 +188,7 @@ def test_a_caller_that_raises_holds_up_nobody(service):
     assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9))
 
 
-def test_a_service_that_closes_says_so_to_those_who_wait():
+def test_closing_service_fails_waiting_requests():
     made = Service(PAIR, METHOD, rows=1, context=CONTEXT, max_waiting=2)
     callers = [Caller(made, ["a"], None) for _ in range(2)]
     assert made.close("the server ends") == 2, "it was never started"

@@ -47,7 +47,7 @@ def numbers(made):
     return [made.efficiency, made.call_ms, made.sequence_us, made.collective_us, made.hop_us]
 
 
-def test_the_fits_find_what_made_the_data():
+def test_fits_find_the_simulated_parameters():
     found = fit_published(made_by(ADDED, HIDDEN))
     assert numbers(found.added) == pytest.approx(numbers(ADDED))
     assert numbers(found.hidden) == pytest.approx(numbers(HIDDEN))
@@ -93,7 +93,7 @@ def test_bands_cover_left_out_steps(by):
     assert sum(halved(*one) for one in found) < 0.9 * len(found)  # the control: bands half as wide
 
 
-def test_only_what_outlasts_the_streaming_is_exposed():
+def test_exposed_time_exceeds_streaming_alone():
     work = Work(streaming_ms=10.0, collectives=100, collective_hops=600)
     hidden = dataclasses.replace(HIDDEN, error=0.1)
     free = hidden.milliseconds(dataclasses.replace(work, collectives=0, collective_hops=0))

@@ -167,7 +167,7 @@ def test_int8_cache_is_read_without_conversion():
     assert 0.7 < of_cache / floor < 0.8 and memory.alias_size_in_bytes < 1.01 * of_cache
 
 
-def test_prompt_of_a_hybrid_is_lowered_with_its_length():
+def test_hybrid_prompt_is_lowered_with_its_length():
     """A call whose tokens may be removed reads fewer tokens than a call of a prompt."""
     recurrent = dataclasses.replace(RECURRENT, num_key_heads=4, num_value_heads=8)
     config = hybrid(num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=64, recurrent=recurrent)

@@ -311,7 +311,7 @@ def test_impossible_sizes_are_refused(changes, draft_length, message):
         compile_report(made, topology=TOPOLOGY, size=draft_length, rule=TokenRule())
 
 
-def test_without_libtpu(monkeypatch):
+def test_missing_libtpu_is_named(monkeypatch):
     def missing(*_, **__):
         raise RuntimeError("JAX TPU support not installed; cannot generate TPU topology.")
 

@@ -37,7 +37,7 @@ def test_bytes_of_a_program_counted_by_hand():
     assert traffic.host_transfers == 0
 
 
-def test_loop_under_a_prefetch_is_no_part_of_its_own():
+def test_loop_under_a_prefetch_counts_once():
     """The prefetch streams while the loop computes, so a sum of both would be no lower bound."""
     done = next(line for line in PROGRAM.splitlines() if "%copy-done.1 =" in line)
     later = PROGRAM.replace(f"{done}\n", "").replace("  %out =", f"{done}\n  %out =")
@@ -63,7 +63,7 @@ def test_parts_of_a_program_do_not_overlap():
     assert program(parts=second_of_each).lower_bound_ms(chip) == pytest.approx(2000)
 
 
-def test_calls_of_a_round_take_no_less_than_its_parts():
+def test_round_calls_take_at_least_their_parts():
     path = "notebooks/results/compile_llama_70b_v5e.json"
     report = Report.from_json(storage.read_json(path)["report"])
     whole = report["round"]

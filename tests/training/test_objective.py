@@ -63,7 +63,7 @@ def supported(name, target, draft):
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_divergences(logits, name):
+def test_divergences_equal_numpy(logits, name):
     target, draft = supported(name, *logits)
     expected = REFERENCES[name](probs(target), probs(draft))
     found = np.asarray(DIVERGENCES[name](log_probs(target), log_probs(draft)))
@@ -103,7 +103,7 @@ def test_a_careless_divergence_has_no_gradient(logits):
     assert np.isnan(careless).any()
 
 
-def test_greedy_agreement(logits):
+def test_greedy_agreement_counts_equal_choices(logits):
     agreement = np.asarray(objective.greedy_agreement(*map(log_probs, logits)))
     assert_array_equal(agreement, logits[0].argmax(-1) == logits[1].argmax(-1))
     assert 0 < agreement.mean() < 1

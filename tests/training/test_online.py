@@ -220,6 +220,6 @@ def test_updates_end_at_the_last_step():
         ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
     ],
 )
-def test_refused(match, call):
+def test_unsuitable_online_learning_is_refused(match, call):
     with pytest.raises(ValueError, match=match):
         call()

@@ -174,7 +174,7 @@ def test_steps_have_prompts_and_noise_of_their_own():
     )
 
 
-def test_advantages():
+def test_advantages_are_normalised_within_groups():
     found = advantages([1, 3, 1, 3, 5, 5, 5, 5], 4)
     assert_allclose(found, [-1, 1, -1, 1, 0, 0, 0, 0], atol=1e-6)
 
