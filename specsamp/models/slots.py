@@ -124,7 +124,8 @@ def read_slots(cache_BMSH: Array, first_B: Array, count: int, axis: int = SLOTS_
 
     def read(cache: Array, row: int, first: Array) -> Array:
         # In one slice: XLA would copy whole rows for a slice of a row.
-        place, shape = [row] + [0] * (cache.ndim - 1), [1, *cache.shape[1:]]
+        place = [jnp.full((), row, first.dtype)] + [jnp.zeros((), first.dtype)] * (cache.ndim - 1)
+        shape = [1, *cache.shape[1:]]
         place[axis], shape[axis] = first, count
         return jax.lax.dynamic_slice(cache, place, shape)
 
