@@ -90,6 +90,26 @@ def tracked_bytes():
     return sum(weights.values()), max(sizes[name] for name in sizes.keys() - weights)
 
 
+def clone_error():
+    """Returns the larger relative error, in percent, of the README's sizes of a clone; 0 in a
+    shallow clone, which does not have old versions.
+    """
+
+    def git(*words):
+        return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
+
+    def megabytes(*of):
+        return int(git("rev-list", "--disk-usage", "--objects", *of)) / 1e6
+
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        return 0.0
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"(\d+) MB instead of (\d+)", readme)
+    filtered = megabytes("--filter=blob:none", "HEAD") + megabytes("HEAD^{tree}")
+    found = filtered, megabytes("HEAD")
+    return max(100 * abs(int(x) / y - 1) for x, y in zip(said, found, strict=True))
+
+
 def quick_seconds():
     """Returns the recorded seconds of all quick tests together."""
     tests = [test for file in durations.read().values() for test in file.items()]
@@ -111,6 +131,7 @@ def main():
         ("modules that decoding.generate imports", modules_with("specsamp.decoding.generate"), 32),
         ("seconds of the quick tests on a core", quick_seconds(), 24 * 60),
         ("texts that install the package by its name", installing_texts(), 0),
+        ("error of the README's sizes of a clone, percent", clone_error(), 10),
         ("bytes of tracked weights", weights, 66_000_000),
         ("bytes of the largest other file", largest, 1_000_000),
     ]

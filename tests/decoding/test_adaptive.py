@@ -217,9 +217,7 @@ test_refused_adaptive_lengths = refused_arguments(
     functools.partial(dataclasses.replace, TWO_LENGTHS),
     {
         r"lengths must rise.*got \(\)": dict(lengths=()),
-        r"lengths must rise.*got \(4, 2\)": dict(lengths=(4, 2)),
         "never adapts": dict(lengths=(4,), costs_ms=None),
-        "costs_ms must be 2 numbers.*got None": dict(costs_ms=None),
         "costs_ms must be 1 numbers": dict(lengths=(4,), stop=Entropy()),
         r"costs_ms must be 2 numbers.*got \(1,\)": dict(costs_ms=(1,)),
         r"costs_ms must not fall.*got \(2, 1\)": dict(costs_ms=(2, 1)),
@@ -234,7 +232,6 @@ test_refused_adaptive_lengths = refused_arguments(
 
 test_refused_adaptive_drafters = refused_calls(
     {
-        "Confidence's least must be a number from 0 to 1; got 1.5": lambda: Confidence(1.5),
         "Entropy's weight must be a number above 0; got 0.0": lambda: Entropy(0.3, 0.0),
         "draft_length 4 differs from the drafter's K = 2": lambda: generate(
             counting_pair(), ["a"], draft_length=TWO_LENGTHS, drafter=NgramDrafter(2)

@@ -113,12 +113,10 @@ def test_one_token_prompt_has_no_first_draft():
     assert np.asarray(state.stats.drafted_B)[0] == 3
 
 
-def test_too_long_draft_of_a_head_is_refused():
+def test_default_draft_is_as_long_as_the_head():
     target, head = LayeredTable(V), medusa(V, 2)
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=drawn_params(head))
     assert make_method(pair).drafter.K == 2, "fewer than generate's own default"
-    with pytest.raises(ValueError, match="K = 4, but the head drafts 2"):
-        make_method(pair, draft_length=4)
 
 
 test_refused_feature_drafters = refused_arguments(

@@ -22,8 +22,6 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.decoding.drafter import Prefix
-from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import BYTES, TableLM, compiled_programs, counting_pair, random_table, table_pair
@@ -58,32 +56,6 @@ def test_a_stumbling_draft_is_corrected():
     (row,) = generate(counting_pair(stumbles_at=ord("d")), ["b"], 6, draft_length=3)
     assert row.text == "cdefgh" and row.from_draft[:3] == [True, True, False]
     assert row.stats.acceptance_by_position[2] < 1 == row.stats.acceptance_by_position[0]
-
-
-def test_prompt_lookup_copies_and_continues_a_period():
-    """After 'abcabc' the n-gram drafter proposes the period for all of its K tokens."""
-    table = jnp.full((4, 4, 4, 3), -20.0)
-    for a, b in ((0, 1), (1, 2), (2, 0)):
-        table = table.at[:, :, a, b].set(20.0)
-    pair = Pair(target=TableLM(3), target_params=table)
-    (row,) = generate(pair, [[0, 1, 2, 0, 1, 2]], 18, drafter=NgramDrafter(8))
-    assert row.tokens == [0, 1, 2] * 6 and row.stats.rounds == 2
-    (row,) = generate(pair, [[0]], 18, drafter=NgramDrafter(8))
-    assert row.tokens == [1, 2, 0] * 6 and row.stats.accepted_counts[0] == 3, (
-        "nothing to look up at first"
-    )
-
-
-@pytest.mark.parametrize("max_ngram, expected", [(1, 4), (2, 5), (3, 6)])
-def test_longer_matches_win_over_recent_ones(max_ngram, expected):
-    """The longest match up to ``max_ngram`` drafts: 0 1 2 6 | 9 1 2 5 | 9 8 2 4 | 0 1 2."""
-    context = [0, 1, 2, 6, 9, 1, 2, 5, 9, 8, 2, 4, 0, 1, 2]
-    tokens = jnp.asarray([context + [7] * 5])
-    prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([len(context)]))
-    draft, _, _ = NgramDrafter(2, max_ngram=max_ngram).propose(
-        Weights(target=None), (), prefix, None, None
-    )
-    assert draft.tokens_BK[0, 0] == expected and draft.num_drafted_B[0] == 2
 
 
 def test_streamed_text_is_cut_at_whole_characters():

@@ -58,10 +58,17 @@ def propose(drafter, *texts, state=None):
         ([0, 8], []),
         ([3, 6, 1, 2, 3], [6, 1, 2]),  # a shorter match in the sequence itself wins
         ([6, 6, 3], [4]),  # nothing follows the match in the last text
+        ([0, 6, 0], [6, 0, 6]),  # a period goes on
     ],
 )
 def test_the_longest_match_in_a_corpus_drafts(text, drafted):
     assert propose(NgramDrafter(K, corpus=CORPUS), text)[0] == [drafted]
+
+
+@pytest.mark.parametrize("max_ngram, expected", [(1, 4), (2, 5), (3, 6)])
+def test_longer_matches_win_over_recent_ones(max_ngram, expected):
+    text = [0, 1, 2, 6, 9, 1, 2, 5, 9, 8, 2, 4, 0, 1, 2]
+    assert propose(NgramDrafter(1, max_ngram=max_ngram), text)[0] == [[expected]]
 
 
 def test_ngrams_of_equal_hash_stay_apart(monkeypatch):

@@ -165,10 +165,6 @@ test_refused_windows = refused_calls(
         "not the pair's target": lambda: generate(pair_of("rotary"), TEXTS, 4, drafter=make()),
         "K .*>= 1.*got 0": lambda: make(K=0),
         "window .*>= 1.*got 0": lambda: make(window=0),
-        "sinks .*>= 0.*got -1": lambda: make(sinks=-1),
         "positions .*below 3; got 3": lambda: make(positions=3),
-        "4 sinks and a window of 36 are the whole context of 40 tokens: shorten": lambda: make(
-            window=36
-        ),
     }
 )

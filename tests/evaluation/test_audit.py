@@ -383,7 +383,6 @@ test_refused_audit_settings = refused_arguments(
         "checks must be one of greedy, bfloat16, .*got 'luck'": dict(checks=("luck",)),
         r"checks must .*got \(\)": dict(checks=()),
         "checks must .*got 'greedy'": dict(checks="greedy"),
-        "detect must": dict(detect=0.0),
         "false_alarm must": dict(false_alarm=1.0),
         "rows must": dict(rows=0),
     },

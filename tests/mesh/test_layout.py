@@ -117,11 +117,9 @@ def test_mesh_takes_all_devices_by_default():
 test_refused_meshes = refused_arguments(
     make_mesh,
     {
-        "data 3 x model 2 has 6 devices, but there are 8: choose factors of 8": dict(data=3),
         "'data' must be an integer >= 1.*got 0": dict(data=0),
         "data 1 x model 16 has 16 devices, but there are 8": dict(model=16),
         "num_kv_heads must be an integer.*got '2'": dict(num_kv_heads="2"),
-        "draft_model_parallelism 3 does not divide the 8 devices": dict(draft_model_parallelism=3),
         r"a list of devices, such as jax.devices\(\); got \[1\]": dict(devices=[1]),
         "rows must be an integer >= 0.*got -1": dict(rows=-1),
     },

@@ -96,7 +96,6 @@ test_refused_model_configs = refused_arguments(
         r"num_layers must be an integer >= 1.*got 2\.0": dict(num_layers=2.0),
         "width 34 is not a multiple of num_heads 4: set head_size": dict(width=34),
         "num_heads 4 is not a multiple of num_kv_heads 3": dict(num_kv_heads=3),
-        "one of relative, rotary, learned; got 'absolute'": dict(positions="absolute"),
         "head_size must be even; got 7": dict(positions="rotary", head_size=7),
         "logit_cap must be a number above 0; got 0.0": dict(logit_cap=0.0),
         "set window": dict(global_layers=(1,)),

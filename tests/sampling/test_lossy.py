@@ -208,12 +208,10 @@ def test_greedy_targets_are_written_exactly(rule):
 
 test_refused_lossy_rules = refused_calls(
     {
-        "EARS's beta must be a number from 0 to 1; got 1.5": lambda: EARS(1.5),
         "Lenience's lenience must be a number above 0 to 1; got 0": lambda: Lenience(0),
         "Typical's epsilon must be a number above 0 to 1; got nan": lambda: Typical(epsilon=np.nan),
         "Typical's delta must be a number above 0 to 1; got 2": lambda: Typical(delta=2),
         "JointThreshold's tau must be a number above 0 to 1; got 0": lambda: JointThreshold(0),
-        "tv_per_token must be a number from 0 to 1; got -0.1": lambda: Bounded(EARS(), -0.1),
         "Bounded takes a lossy rule that verifies token by token": lambda: Bounded(Bounded(EARS())),
     }
 )

@@ -311,7 +311,6 @@ def test_the_path_of_a_verdict():
 
 test_refused_tree_rules = refused_calls(
     {
-        "children must be one of distinct, .*; got 'best'": lambda: RecursiveRule("best"),
         "children must be one of .*; got 'worst'": lambda: TraversalRule("worst"),
         "children must be one of .*; got 'top'": lambda: KSeqRule("top"),
     }

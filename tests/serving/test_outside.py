@@ -124,8 +124,8 @@ def test_the_page_loads_nothing_from_elsewhere(server):
 
 def test_tokens_are_marked_by_their_author(server):
     asked = ASKED | {"mark_drafted": True, "logprobs": 0}
-    (choice,) = post(server, COMPLETIONS, asked)[2]["choices"]
-    stats = post(server, COMPLETIONS, asked)[2]["metrics"]["speculative_decoding"]
+    _, _, answer = post(server, COMPLETIONS, asked)
+    (choice,), stats = answer["choices"], answer["metrics"]["speculative_decoding"]
     assert len(choice["from_draft"]) == len(choice["logprobs"]["tokens"]) == 6
     assert sum(choice["from_draft"]) == stats["num_accepted_draft_tokens"] > 0
 

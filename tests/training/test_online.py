@@ -1,6 +1,7 @@
 """Drafts that are trained while they are used: the law of texts, acceptance, and refusals."""
 
 import collections
+import dataclasses
 import time
 
 import jax
@@ -24,6 +25,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.serving.service import Service
 from specsamp.training.online import DraftLearner
 from specsamp.training.trainer import TrainConfig
+from support.refusals import refused_calls
 from support.services import submit
 from support.weights import drawn_params
 
@@ -202,24 +204,15 @@ def test_updates_end_at_the_last_step():
     assert learns([1, 2] * 50) is None and len(learns._tokens) == kept
 
 
-@pytest.mark.parametrize(
-    "match, call",
-    [
-        (
-            "draft model .* a head",
-            lambda: DraftLearner(
-                Pair(target=PAIR.target, target_params=(), head=HEAD, draft_params=()), CONFIG
-            ),
-        ),
-        (
-            "draft model .* no draft",
-            lambda: DraftLearner(Pair(target=PAIR.target, target_params=()), CONFIG),
-        ),
-        ("length .* 0", lambda: learner(0)),
-        ("prompt_ids has 2 twice", lambda: many(changing(), PROMPTS[:3], prompt_ids=[2, 1, 2])),
-        ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
-    ],
+ALONE = Pair(target=PAIR.target, target_params=())
+WITH_HEAD = dataclasses.replace(ALONE, head=HEAD, draft_params=())
+
+test_refused_online_learning = refused_calls(
+    {
+        "draft model .* a head": lambda: DraftLearner(WITH_HEAD, CONFIG),
+        "draft model .* no draft": lambda: DraftLearner(ALONE, CONFIG),
+        "length .* 0": lambda: learner(0),
+        "prompt_ids has 2 twice": lambda: many(changing(), PROMPTS[:3], prompt_ids=[2, 1, 2]),
+        "NgramDrafter": lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None),
+    }
 )
-def test_unsuitable_online_learning_is_refused(match, call):
-    with pytest.raises(ValueError, match=match):
-        call()
