@@ -108,11 +108,17 @@ class HeadConfig:
         """Returns the head of this shape."""
         return FeatureHead(self)
 
-    def begin(self, params: Any, output_VD: Array) -> Any:
-        """Returns the initial parameters for training, from random parameters and the target's
-        output matrix.
+    def begin(self, params: Any, output_UD: Array, final_norm: Any) -> Any:
+        """Returns the initial parameters for training, from random parameters, and for the head's
+        tokens the target's output matrix with the norm in front of it.
+
+        The norm is halved: as it is, features that mean nothing yet would give confident logits,
+        and these the largest gradients.
         """
-        return params
+        if not self.own_output or self.target_width != self.layer.width:
+            return params
+        of_target = {"output": output_UD, "final_norm": jax.tree.map(lambda x: x / 2, final_norm)}
+        return params | {name: of_target[name] for name in of_target if name in params}
 
     def is_read_by_a_step(self, name: str) -> bool:
         """Returns whether drafting a token multiplies by the top-level parameter ``name``."""

@@ -105,11 +105,11 @@ class MedusaConfig(HeadConfig):
         super().__post_init__()
         validate.integer("num_heads", self.num_heads, 1)
 
-    def begin(self, params: Any, output_VD: jax.Array) -> Any:
+    def begin(self, params: Any, output_UD: jax.Array, final_norm: Any) -> Any:
         """Returns the parameters with the target's output matrix in every head."""
-        if not self.own_output or self.draft_vocab_size is not None:
+        if not self.own_output:
             return params
-        return {name: head | {"output": output_VD} for name, head in params.items()}
+        return {name: head | {"output": output_UD} for name, head in params.items()}
 
     def is_read_by_a_step(self, name: str) -> bool:
         """Returns whether the parameter belongs to the first head: a step reads one head, and all

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
@@ -45,6 +46,8 @@ from specsamp.training.objective import DIVERGENCES, forward_kl, greedy_agreemen
 from specsamp.training.training_task import Task
 
 Array = jax.Array
+
+COUNTED = "counted"
 
 
 @jax.tree_util.register_dataclass
@@ -180,8 +183,11 @@ class TrainHead(Task):
         if teacher_params is None:
             return params
         of_target = teacher_params["target"]
-        output_VD = of_target.get(OUTPUT_EMBEDDING, of_target["embedding"])
-        return self.head.config.begin(params, output_VD.astype(jnp.float32))
+        output_UD = of_target.get(OUTPUT_EMBEDDING, of_target["embedding"])
+        if teacher_params[DRAFT_IDS] is not None:
+            output_UD = output_UD[teacher_params[DRAFT_IDS]]
+        ends = optax.tree.cast((output_UD, of_target["final_norm"]), jnp.float32)
+        return self.head.config.begin(params, *ends)
 
     def param_axes(self):
         return without_ids(self.head.param_axes())
@@ -245,7 +251,10 @@ class TrainHead(Task):
 
     def _add_up(self, compare: Callable[..., Any], parts: Any) -> Any:
         """Returns the sums of ``compare`` over parts, which are in memory one at a time."""
-        compare = compare if self.chunk is None else jax.checkpoint(compare)
+        if self.chunk is not None:
+            # What is kept of the target spares its logits of the whole vocabulary a second time.
+            policy = jax.checkpoint_policies.save_only_these_names(COUNTED)
+            compare = jax.checkpoint(compare, policy=policy)
         sums = jax.lax.map(lambda part: compare(*part), parts)
         return jax.tree.map(lambda x: x.sum(axis=0), sums)
 
@@ -333,6 +342,7 @@ class TrainHead(Task):
             of_draft_BTV = jnp.where(weights["ranks_V"] < len(ids_U), target_BTV, -jnp.inf)
             # Slow on a CPU: argmax.
             is_counted_BT = of_draft_BTV.max(axis=-1) == target_BTV.max(axis=-1)
+            is_counted_BT = checkpoint_name(is_counted_BT, COUNTED)
             target_BTU = self._reduced_logits(teacher["target"], ids_U, stream_BTD)
         kept_BTU = target_BTU - jax.nn.logsumexp(target_BTV, axis=-1, keepdims=True)
         warped_BTV = None if warp is None else log_probs(warp, target_BTV)

@@ -34,11 +34,18 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay.
+
+    Attributes:
+      optimizer: "adamw"; or "muon" (Jordan et al., 2024), which gives matrices an update whose
+        singular values are equal, of the size that AdamW's has (arXiv 2502.16982), and leaves
+        scales and the rows of the vocabulary to AdamW.
+    """
 
     steps: int
     batch: int  # rows per step, over all devices and microbatches
     microbatches: int = 1  # gradients are averaged over this many before each update
+    optimizer: str = "adamw"
     learning_rate: float = 1e-3  # at its peak
     warmup_steps: int = 100
     final_share: float = 0.1  # of the peak learning rate, reached at the last step
@@ -57,6 +64,7 @@ class TrainConfig:
             )
         validate.integer("train.warmup_steps", self.warmup_steps, 0, limit=self.steps)
         validate.integer("train.seed", self.seed, limit=2**32)  # keys of larger seeds would repeat
+        validate.choice("train.optimizer", self.optimizer, ("adamw", "muon"))
         for name in ("learning_rate", "clip_norm"):
             validate.number(f"train.{name}", getattr(self, name), 0, above=True)
         validate.number("train.weight_decay", self.weight_decay, 0)
@@ -78,22 +86,44 @@ class TrainConfig:
             self.final_share * self.learning_rate,
         )
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """Builds the optimizer: gradients are clipped together, then given to AdamW."""
+    def make_optimizer(self, axes: Any) -> optax.GradientTransformation:
+        """Builds the optimizer: gradients are clipped together, then give the update.
+
+        Args:
+          axes: the logical axis names of every parameter, as a tree of `PartitionSpec`.
+        """
 
         def matrices(params):
             return jax.tree.map(lambda p: p.ndim > 1, params)
 
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(
-                self.learning_rates(),
-                self.beta1,
-                self.beta2,
+        rates = self.learning_rates()
+        if self.optimizer == "muon":
+            update = optax.contrib.muon(
+                rates,
+                adam_b1=self.beta1,
+                adam_b2=self.beta2,
                 weight_decay=self.weight_decay,
-                mask=matrices,
-            ),
-        )
+                muon_weight_dimension_numbers=jax.tree.map(muon_matrix, axes, is_leaf=is_spec),
+                consistent_rms=0.2,
+            )
+        else:
+            update = optax.adamw(
+                rates, self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices
+            )
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def muon_matrix(axes: PartitionSpec) -> optax.contrib.MuonDimensionNumbers | None:
+    """Returns the axes of a parameter's matrices, its last two; None for scales and rows of the
+    vocabulary.
+    """
+    if len(axes) < 2 or "vocab" in axes:
+        return None
+    return optax.contrib.MuonDimensionNumbers(len(axes) - 2, len(axes) - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +166,9 @@ def init_state(
     params = task.init(run_key(config), teacher_params) if params is None else params
     # Copies: an update donates its state.
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    optimizer = config.make_optimizer(task.param_axes())
     return TrainState(
-        step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params)
+        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params)
     )
 
 
@@ -155,13 +186,13 @@ def state_shardings(task: Task, config: TrainConfig, mesh: Mesh) -> TrainState:
     shapes = jax.eval_shape(lambda: init_state(task, config))
     params = Layout.tensor_parallel(mesh).shardings(task.param_axes(), shapes.params)
     replicated = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_map_params(
-        config.optimizer(),
-        lambda _, sharding: sharding,
-        shapes.opt_state,
-        params,
-        transform_non_params=lambda _: replicated,
-    )
+    by_path = {jax.tree_util.keystr(path): at for path, at in jax.tree.leaves_with_path(params)}
+
+    def of_leaf(path, _):
+        name = jax.tree_util.keystr(path)
+        return by_path.get(max(filter(name.endswith, by_path), key=len, default=""), replicated)
+
+    opt_state = jax.tree_util.tree_map_with_path(of_leaf, shapes.opt_state)
     return TrainState(step=replicated, params=params, opt_state=opt_state)
 
 
@@ -195,7 +226,8 @@ def train_step(
 
         total, _ = jax.lax.scan(add, zeros, microbatches)
         (loss, metrics), grads = jax.tree.map(lambda x: x / num_microbatches, total)
-    updates, opt_state = config.optimizer().update(grads, state.opt_state, state.params)
+    optimizer = config.make_optimizer(task.param_axes())
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new_state = TrainState(
         step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
     )

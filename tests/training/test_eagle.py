@@ -218,6 +218,14 @@ def test_medusa_head_learns_from_its_own_offset(target_params):
         assert all(np.allclose(small, 0.5**i * large, atol=1e-6) for small, large in pairs)
 
 
+def test_reduced_heads_begin_with_rows_of_the_target(target_params):
+    """Chosen by the ids; the norm in front of them is halved."""
+    task = TrainHead(head=REDUCED, target=TARGET, test_steps=1)
+    params = task.init(KEY, task.teacher(target_params, IDS))
+    assert_array_equal(params["output"], target_params["embedding"][IDS])
+    assert_array_equal(params["final_norm"]["scale"], target_params["final_norm"]["scale"] / 2)
+
+
 def medusa_losses(target_params, mesh):
     teacher = MEDUSA_TASK.teacher(target_params)
     state = init_state(MEDUSA_TASK, TRAIN, teacher_params=teacher)

@@ -21,6 +21,7 @@ from specsamp.training.trainer import (
     Intervals,
     TrainConfig,
     init_state,
+    state_shardings,
     train,
     train_step,
     train_update,
@@ -174,6 +175,9 @@ class Noisy:
     def init(self, key, teacher_params=None):
         return {"scale": jnp.ones(())}
 
+    def param_axes(self):
+        return {"scale": PartitionSpec()}
+
     def loss(self, params, teacher_params, tokens_BT, key, step):
         drawn = jax.random.uniform(key)
         return params["scale"] * drawn, {"drawn": drawn}
@@ -240,7 +244,7 @@ def test_gradients_are_clipped_and_scales_undecayed():
     """Adam cancels a common factor, so the first moment is checked: a norm of 5 becomes 1."""
     params = {"matrix": jnp.ones((2, 2)), "scale": jnp.ones(1)}
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
-    optimizer = dataclasses.replace(TRAIN, warmup_steps=0, weight_decay=0.5).optimizer()
+    optimizer = dataclasses.replace(TRAIN, warmup_steps=0, weight_decay=0.5).make_optimizer(None)
     _, state = optimizer.update(grads, optimizer.init(params), params)
     assert_allclose(state[1][0].mu["scale"] / (1 - TRAIN.beta1), 3 / 5, rtol=1e-5)
     updates, _ = optimizer.update(
@@ -248,6 +252,40 @@ def test_gradients_are_clipped_and_scales_undecayed():
     )
     assert_allclose(updates["matrix"], -0.5 * TRAIN.learning_rate)
     assert_array_equal(updates["scale"], 0)
+
+
+def test_muon_updates_matrices_by_equal_singular_values():
+    """Five iterations bring singular values near 1; AdamW keeps scales and the vocabulary."""
+    axes = {
+        "matrices": PartitionSpec(None, "embed", "heads"),
+        "rows": PartitionSpec("vocab", "embed"),
+        "scale": PartitionSpec("embed"),
+    }
+    shapes = {"matrices": (2, 4, 8), "rows": (6, 4), "scale": (4,)}
+    normal = np.random.default_rng(0).normal
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    grads = {name: jnp.asarray(normal(size=shape)) for name, shape in shapes.items()}
+    config = dataclasses.replace(TRAIN, warmup_steps=0, optimizer="muon")
+    optimizer = config.make_optimizer(axes)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    singular = np.linalg.svd(updates["matrices"], compute_uv=False)
+    before = np.linalg.svd(grads["matrices"], compute_uv=False)
+    assert (before.max(axis=1) > 2 * before.min(axis=1)).all()
+    assert (singular.max(axis=1) < 2 * singular.min(axis=1)).all()
+    for name in ("rows", "scale"):  # the first update of AdamW depends on signs alone
+        sizes = abs(updates[name]).ravel()
+        assert_allclose(sizes, sizes[0], rtol=1e-3)
+
+
+def test_muon_states_lie_as_their_parameters():
+    config = dataclasses.replace(TRAIN, optimizer="muon")
+    shardings = state_shardings(TASK, config, mesh_of(2, model=2))
+    of_params, of_optimizer = (
+        sum(at.spec != PartitionSpec() for at in jax.tree.leaves(part))
+        for part in (shardings.params, shardings.opt_state)
+    )
+    rows = sum("vocab" in axes for axes in jax.tree.leaves(TASK.param_axes()))
+    assert of_optimizer == of_params + rows  # Muon has one moment, AdamW two
 
 
 def test_bfloat16_training_keeps_state_in_float32(tmp_path):
