@@ -52,12 +52,15 @@ def test_write_beyond_either_end_is_dropped(monkeypatch, platform, batch, length
         assert_array_equal(result, written(cache, new, starts, axis), str(starts))
 
 
-def test_move_at_the_end_takes_existing_slots():
+@pytest.mark.parametrize("bits", (32, 64))
+def test_move_at_the_end_takes_existing_slots(bits):
     """Of a tree of four rows, the last two lie beyond the cache: only rows 0 and 1 are moved."""
     cache = numbers((2, 1, SLOTS, 1))
     starts = np.array([30, 4], np.int32)
     rows_BT = np.array([[1, 2], [0, 3]], np.int32)
-    moved = np.asarray(jax.jit(move_slots, static_argnums=3)(cache, starts, rows_BT, 4))[:, 0, :, 0]
+    with jax.enable_x64(bits == 64):
+        moved = jax.jit(move_slots, static_argnums=3)(cache, starts, rows_BT, 4)
+    moved = np.asarray(moved)[:, 0, :, 0]
     expected = cache[:, 0, :, 0].copy()
     expected[0, 30] = cache[0, 0, 31, 0]
     expected[1, 5] = cache[1, 0, 7, 0]
