@@ -116,6 +116,13 @@ HEADS = {
         draft="RedHatAI/Qwen3-8B-speculator.eagle3",
         model_parallelism=4,
     ),
+    # Its block drafts seven tokens.
+    "qwen-8b-dspark": tuned_with_head(
+        target="Qwen/Qwen3-8B",
+        draft="deepseek-ai/dspark_qwen3_8b_block7",
+        model_parallelism=4,
+        draft_length=7,
+    ),
     "qwen-32b-eagle3": tuned_with_head(
         target="Qwen/Qwen3-32B",
         draft="RedHatAI/Qwen3-32B-speculator.eagle3",

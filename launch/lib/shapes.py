@@ -6,9 +6,8 @@ import pathlib
 from launch.lib.fields import ExperimentConfig, make_model
 from specsamp import EarlyExitDrafter, TransformerLM, storage
 from specsamp.checkpoints.architectures import parse_config
-from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.public_heads import open_head
-from specsamp.checkpoints.published import CONFIGS
+from specsamp.checkpoints.published import CONFIGS, published_head
 from specsamp.checkpoints.trained_pair import HEADS
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config
@@ -42,16 +41,14 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 
 
 def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadConfig:
-    """Returns the shape of a head in a folder, of a module in the target's checkpoint, or of an
-    EAGLE-3 head.
+    """Returns the shape of a head in a folder, of a published head or module, or of an EAGLE-3
+    head.
     """
     target = dataclasses.replace(target, **config.int8.sides.of("draft"))
     name = config.hugging_face.draft if config.hugging_face else ""
     if name and pathlib.Path(name, "config.json").expanduser().is_file():
         return open_head(name, target, dtype=target.dtype).config
-    if name in CONFIGS:
-        return parse_head(name, CONFIGS[name], target, target.dtype, ())[1]
-    return eagle3_of(target)
+    return published_head(name, target) or eagle3_of(target)
 
 
 def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:

@@ -22,7 +22,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import from_first
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
-from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
+from specsamp.models.compiling import ON_TPU, options_on
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.dispatch import choose_kernels, say_once
@@ -147,7 +147,7 @@ class ShardedModel(LayeredModel):
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        return options_on("tpu", FEWEST_COLLECTIVES) or self.model.compiler_options
+        return options_on("tpu", ON_TPU) or self.model.compiler_options
 
     def param_shardings(self, params: Any) -> Any:
         """Returns the shardings of parameters, or of their shapes."""

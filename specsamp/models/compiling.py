@@ -24,23 +24,31 @@ MAX_UNROLLED_ROWS = 32
 # Of a CPU: Eigen multiplies few rows; LLVM optimises little, so compiling takes a fifth less time,
 # and programs are as fast.
 FEW_ROWS = (("xla_cpu_experimental_ynn_fusion_type", ""), ("xla_backend_optimization_level", "1"))
-# Of TPUs: all-reduces stay whole. With few rows, chains of collective-permutes that overlap a
-# product take longer.
-FEWEST_COLLECTIVES = (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),)
+# Of TPUs. All-reduces stay whole: with few rows, chains of collective-permutes that overlap a
+# product take longer. Matrices keep the tiles of arguments: for others the compiler for v7x copied
+# every weight before a loop.
+ON_TPU = (
+    ("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),
+    ("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),
+)
 
 
 @functools.cache
 def options_on(backend: str, options: Options) -> Options:
-    """Returns ``options`` if ``backend`` is the default backend and its compiler accepts them; else
-    ().
+    """Returns those of ``options`` that the compiler accepts, if ``backend`` is the default
+    backend; else ().
     """
     if jax.default_backend() != backend:
         return ()
+    return tuple(option for option in options if _is_accepted(option))
+
+
+def _is_accepted(option: tuple[str, str]) -> bool:
     try:
-        jax.jit(jnp.negative, compiler_options=dict(options)).lower(0.0).compile()
+        jax.jit(jnp.negative, compiler_options=dict([option])).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:  # "No such compile option"
-        return ()
-    return options
+        return False
+    return True
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -5,7 +5,7 @@
         target=target, draft=draft, mesh=mesh, sampling=sampling, batch=1, slots=2048
     )
     lowered = programs.call(target, tokens=5)
-    compiled = lowered.compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    compiled = lowered.compile(compiler_options=dict(ON_TPU))
 
 No memory is allocated: a 70B pair takes a few seconds to lower.
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
+from specsamp.models.compiling import ON_TPU, is_out_of_memory
 from specsamp.tpu import schedules
 from specsamp.tpu.kernels import COUNTS
 from specsamp.tpu.topology import Chip, parse
@@ -157,7 +157,7 @@ def measure_program(
     known |= dict(floor_bytes=floor(1.0), live_floor_bytes=floor(0.5))
     schedules.take()  # removes those of programs that were compiled elsewhere in this process
     try:
-        compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
+        compiled = lowered().compile(compiler_options=dict(ON_TPU))
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise

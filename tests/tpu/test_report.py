@@ -21,7 +21,7 @@ from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models import positions
 from specsamp.models import slots as cache_slots
-from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS, is_out_of_memory
+from specsamp.models.compiling import MAX_UNROLLED_ROWS, ON_TPU, is_out_of_memory
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
@@ -267,7 +267,7 @@ def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     for module in (positions, cache_slots):
         monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
     made = programs(described_mesh(TOPOLOGY), 1, batch=2, slots=512, vocab_size=4096)
-    text = made.call(made.target, 2).compile(compiler_options=dict(FEWEST_COLLECTIVES)).as_text()
+    text = made.call(made.target, 2).compile(compiler_options=dict(ON_TPU)).as_text()
     assert text.count(" while(") == loops
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.models.compiling import ON_TPU
 from specsamp.tpu.topology import described_mesh
 from support import extras
 
@@ -38,7 +38,7 @@ def compiled(mesh, collective, split=PartitionSpec("data")):
     over = jax.shard_map(body, mesh=mesh, check_vma=False, **specs)
     shape, sharding = (mesh.shape["data"] * ROWS, WIDTH), NamedSharding(mesh, split)
     x_RD = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
-    program = jax.jit(over).lower(x_RD).compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    program = jax.jit(over).lower(x_RD).compile(compiler_options=dict(ON_TPU))
     lines = program.as_text().splitlines()
     line = next(line for line in lines if "collective_algorithm_config" in line)
     config, _ = json.JSONDecoder().raw_decode(line.partition("backend_config=")[2])
