@@ -83,5 +83,5 @@ STUDY = Study(
     question="Where is a layer with weights and caches in int8 faster than in bfloat16?",
     measure=measure,
     options={"topology": ("v4:2x2x4", "The slice to compile for.")},
-    tables={"int8_time": Published(["compile_int8_v4"], int8_table)},
+    tables={"int8_time": Published(["compile_int8_v4", "compile_int8_v5e"], int8_table)},
 )
