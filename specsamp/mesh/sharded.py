@@ -23,9 +23,11 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import from_first
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.models.compiling import ON_TPU, options_on
-from specsamp.models.heads import Head
+from specsamp.models.config import TransformerConfig
+from specsamp.models.dflash import BlockHead
+from specsamp.models.heads import FeatureHead, Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.models.kernels.dispatch import choose_kernels, say_once
+from specsamp.models.kernels.dispatch import PallasKernels, choose_kernels, say_once
 from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.transformer import TransformerLM
 
@@ -86,7 +88,8 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
 
 def shard_head(head: Head, layout: Layout) -> Head:
     """Returns the head with its weights, cache and logits sharded over a mesh."""
-    return dataclasses.replace(head, layout=layout)
+    kernels = head.kernels and dataclasses.replace(head.kernels, layout=layout)
+    return dataclasses.replace(head, layout=layout, kernels=kernels)
 
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
@@ -101,25 +104,34 @@ def with_attention(pair: Pair, attention: str) -> Pair:
     Args:
       attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", the kernels
         on a TPU, if a call with them equals a call without; otherwise plain, with a warning. It is
-        set for each `TransformerLM`; heads and other models keep their attention.
+        set for each `TransformerLM` and each head with layers and caches of its own.
 
     Raises:
       ValueError: another word, or "kernel" without a TPU.
     """
     chosen = choose_kernels(attention)
 
+    def kernels_of(config: TransformerConfig) -> PallasKernels | None:
+        is_checked = chosen is not None and attention == "auto"
+        reason = from_first(lambda: reason_for_plain(config, chosen)) if is_checked else ""
+        if reason:
+            say_once(f"there are no kernels: {reason}")
+        return None if reason else chosen
+
     def change(model: LanguageModel | None) -> LanguageModel | None:
         if isinstance(model, ShardedModel):
             return shard_model(change(model.model), model.layout)
         if not isinstance(model, TransformerLM):
             return model
-        is_checked = chosen is not None and attention == "auto"
-        reason = from_first(lambda: reason_for_plain(model.config, chosen)) if is_checked else ""
-        if reason:
-            say_once(f"there are no kernels: {reason}")
-        return dataclasses.replace(model, kernels=None if reason else chosen)
+        return dataclasses.replace(model, kernels=kernels_of(model.config))
 
-    return dataclasses.replace(pair, target=change(pair.target), draft=change(pair.draft))
+    head = pair.head
+    if isinstance(head, FeatureHead | BlockHead) and head.config.has_layer:
+        head = dataclasses.replace(head, kernels=kernels_of(head.config.layer))
+        head = shard_head(head, head.layout) if isinstance(head.layout, Layout) else head
+    return dataclasses.replace(
+        pair, target=change(pair.target), draft=change(pair.draft), head=head
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,8 +59,7 @@ class Attention(nn.Module):
           rope: from `Rotary.angles`, of models with rotary positions.
           cache: None: the tokens of the call attend to each other only.
           table: relative keys for all slots of the cache; None: computed in the call.
-          block: a token tree, or an explicit mask, see `specsamp.models.dflash.BlockVisibility`;
-            None: a chain.
+          block: a token tree; the blocks of a head (`BlockVisibility`); None: a chain.
         """
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width

@@ -23,56 +23,15 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.models.attention import Attention
-from specsamp.models.cache import LayerCache
+from specsamp.models.cache import KERNEL_SLOTS, LayerCache
 from specsamp.models.heads import Head, HeadConfig, HeadModule
-from specsamp.models.interface import LayeredModel
+from specsamp.models.interface import Kernels, LayeredModel
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
+from specsamp.models.visibility import BlockVisibility
 
 Array = jax.Array
 Caches = tuple[LayerCache, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockVisibility:
-    """The slots that the rows of some blocks see in one layer: a `Visibility` for attention without
-    kernels.
-
-    `Visibility` with a `Block` counts how many ancestors are between two rows, which means nothing
-    among rows that see each other both ways. Windows are counted from the beginning of the block,
-    for all its rows alike.
-
-    Attributes:
-      anchors_BA: int32, the position of each block's first row: the block sees the slots before it.
-      first_BA: int32, the slot of each block's first row; in decoding, that of its position.
-      block_size: b, the rows of a block.
-      window: how many tokens of the context are seen; None: all.
-      both_ways: whether a row sees the rows of its block behind it.
-    """
-
-    anchors_BA: Array
-    first_BA: Array
-    block_size: int
-    window: int | None = None
-    both_ways: bool = True
-
-    def mask(self, num_slots: int) -> Array:
-        """Returns ``[B, A b, S]`` bool: whether the row sees the slot."""
-        slots, rows = (
-            jnp.arange(num_slots)[None, None, None],
-            jnp.arange(self.block_size)[None, None, :, None],
-        )
-        anchors, first = self.anchors_BA[..., None, None], self.first_BA[..., None, None]
-        context = slots < anchors
-        if self.window is not None:
-            context &= slots >= anchors - self.window
-        last = first + (self.block_size - 1 if self.both_ways else rows)
-        seen_BAbS = context | ((slots >= first) & (slots <= last))
-        batch, blocks = self.anchors_BA.shape
-        shape = batch, blocks, self.block_size, num_slots
-        return jnp.broadcast_to(seen_BAbS, shape).reshape(
-            batch, blocks * self.block_size, num_slots
-        )
 
 
 class Correction(nn.Module):
@@ -109,11 +68,12 @@ class BlockLayer(nn.Module):
     """A decoder layer whose attention also sees the context."""
 
     config: BlockConfig
+    kernels: Kernels | None = None
 
     def setup(self):
         layer = self.config.layer
-        self.attention_norm, self.mlp_norm = Norm(layer), Norm(layer)
-        self.attention, self.mlp = Attention(layer), FeedForward(layer)
+        self.attention_norm, self.mlp_norm = (Norm(layer, kernels=self.kernels) for _ in range(2))
+        self.attention, self.mlp = Attention(layer, kernels=self.kernels), FeedForward(layer)
         self.attention_around, self.mlp_around = self.config.around(), self.config.around()
 
     def read(self, features_BTD: Array, start_B: Array, rope: Any, cache: LayerCache) -> LayerCache:
@@ -128,9 +88,9 @@ class BlockLayer(nn.Module):
         with jax.named_scope("attention"):
             y_BTD, finish = _begin(self.attention_around, self.attention_norm(x_BTD))
             y_BTD, cache = self.attention(y_BTD, start_B, rope, cache, None, visible)
-            x_BTD = x_BTD + finish(y_BTD)
         with jax.named_scope("mlp"):
-            y_BTD, finish = _begin(self.mlp_around, self.mlp_norm(x_BTD))
+            x_BTD, y_BTD = self.mlp_norm.after(x_BTD, finish(y_BTD))
+            y_BTD, finish = _begin(self.mlp_around, y_BTD)
             return x_BTD + finish(self.mlp(y_BTD)), cache
 
 
@@ -148,8 +108,8 @@ class BlockModule(HeadModule):
         config, layer = self.config, self.config.layer
         read = len(config.hidden_layers) * config.target_width
         self.fc = weight(self, "fc", (read, layer.width), ("features", "embed"), fan_in=read)
-        self.hidden_norm, self.final_norm = Norm(layer), Norm(layer)
-        self.layer = [BlockLayer(config) for _ in range(layer.num_layers)]
+        self.hidden_norm, self.final_norm = (Norm(layer, kernels=self.kernels) for _ in range(2))
+        self.layer = [BlockLayer(config, self.kernels) for _ in range(layer.num_layers)]
         self.correction = config.correction()
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
@@ -305,17 +265,14 @@ class BlockHead(Head):
     config: BlockConfig
 
     def init_cache(self, batch: int, slots: int) -> Caches:
-        """Returns an empty cache for each layer."""
-        layer = self.config.layer
-        shape = batch, layer.num_kv_heads, slots, layer.head_size
-        caches = tuple(
-            self._cache_class.zeros(*shape, layer.compute_dtype) for _ in range(layer.num_layers)
-        )
+        """Returns an empty cache for each layer; with kernels, of whole blocks of slots."""
+        slots += 0 if self.kernels is None else -slots % KERNEL_SLOTS
+        caches = tuple(self._empty_layer(batch, slots) for _ in range(self.config.layer.num_layers))
         return self.layout.place_cache(self.cache_axes(), caches)
 
     def cache_axes(self) -> Caches:
         """Returns the logical axis names of `init_cache`'s result."""
-        return (self._cache_class.logical_axes(),) * self.config.layer.num_layers
+        return (self._layer_axes(),) * self.config.layer.num_layers
 
     def read(self, weights: Any, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
         """Writes the context of positions ``start_B ..``, from `fuse`; slots and positions are the

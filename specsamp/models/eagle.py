@@ -34,8 +34,9 @@ class Eagle1(HeadModule):
         self.fc = weight(self, "fc", (2 * width, width), ("features", "embed"), fan_in=2 * width)
         if config.fc_bias:
             self.fc_bias = zero_bias(self, "fc_bias", ("embed",), jnp.zeros((1, 1, width)))
-        self.attention = Attention(config.layer)
-        self.mlp_norm, self.mlp = Norm(config.layer), FeedForward(config.layer)
+        self.attention = Attention(config.layer, kernels=self.kernels)
+        self.mlp_norm = Norm(config.layer, kernels=self.kernels)
+        self.mlp = FeedForward(config.layer)
 
     def __call__(
         self, embedded_BTD, features_BTD, start_B, cache, block=None
@@ -71,12 +72,13 @@ class Eagle3(HeadModule):
         read = len(config.hidden_layers) * config.target_width
         self.fc = weight(self, "fc", (read, layer.width), ("features", "embed"), fan_in=read)
         if config.norm_before_fc:
-            self.input_norm = Norm(layer)
+            self.input_norm = Norm(layer, kernels=self.kernels)
         if config.fc_norm:
-            self.fc_norm = [Norm(layer) for _ in config.hidden_layers]
-        self.attention_norm, self.hidden_norm = Norm(layer), Norm(layer)
-        self.attention = Attention(layer, input_width=2 * layer.width)
-        self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
+            self.fc_norm = [Norm(layer, kernels=self.kernels) for _ in config.hidden_layers]
+        norms = (Norm(layer, kernels=self.kernels) for _ in range(4))
+        self.attention_norm, self.hidden_norm, self.mlp_norm, self.final_norm = norms
+        self.attention = Attention(layer, input_width=2 * layer.width, kernels=self.kernels)
+        self.mlp = FeedForward(layer)
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         if self.config.fc_norm:

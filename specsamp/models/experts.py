@@ -129,10 +129,11 @@ class SparseFeedForward(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
-        experts = Experts(self.config, self.layout.if_sharded(), name="experts")
+        experts = Experts(self.config, self.layout.if_sharded(), self.kernels, name="experts")
         made_BTD = experts(x_BTD)
         if self.config.experts.shared_width:
             made_BTD = made_BTD + SharedExpert(self.config, name="shared")(x_BTD)

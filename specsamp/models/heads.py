@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import Int8KVCache, KVCache
+from specsamp.models.cache import CACHES, KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
@@ -139,11 +139,12 @@ class HeadModule(nn.Module):
     """Base of the modules of all heads. Derived classes define `__call__`, see `FeatureHead`.
 
     Attributes:
-      layout: see `Head`.
+      layout, kernels: see `Head`.
     """
 
     config: HeadConfig
     layout: DeviceLayout = DeviceLayout()
+    kernels: Kernels | None = None
 
     def declare_ends(self) -> None:
         """Declares the embedding and the output, unless they are the target's."""
@@ -207,9 +208,9 @@ def finish_layer(
     rope = module.config.layer.rotary_of(None).angles(positions_BT)
     with jax.named_scope("attention"):
         y_BTD, cache = module.attention(x, start_B, rope, cache, None, block)
-        y_BTD = residual_BTD + y_BTD
     with jax.named_scope("mlp"):
-        return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache
+        y_BTD, normed_BTD = module.mlp_norm.after(residual_BTD, y_BTD)
+        return y_BTD + module.mlp(normed_BTD), cache
 
 
 def check_draft_ids(name: str, ids_U: np.ndarray, size: int) -> None:
@@ -238,10 +239,12 @@ class Head:
     Attributes:
       layout: a `specsamp.mesh.layout.Layout` of weights, caches and logits; features are on all
         devices of a data shard.
+      kernels: of its layers, for TPUs; None: XLA's operations.
     """
 
     config: HeadConfig
     layout: DeviceLayout = DeviceLayout()
+    kernels: Kernels | None = None
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -338,9 +341,23 @@ class Head:
                     f"{theirs}"
                 )
 
+    def _empty_layer(self, batch: int, slots: int) -> LayerCache:
+        """Returns the empty cache of a layer."""
+        layer, (kind, kernels) = self.config.layer, self._kind_of_cache
+        shape = batch, layer.num_kv_heads, slots, layer.head_size
+        return kind.zeros(*shape, layer.compute_dtype, kernels)
+
+    def _layer_axes(self) -> LayerCache:
+        kind, kernels = self._kind_of_cache
+        return kind.logical_axes(kernels)
+
     @property
-    def _cache_class(self) -> type[KVCache] | type[Int8KVCache]:
-        return KVCache if self.config.layer.cache_dtype is None else Int8KVCache
+    def _kind_of_cache(self) -> tuple[type[LayerCache], Kernels | None]:
+        """Returns the class of a layer's cache, and its kernels."""
+        size = self.config.layer.head_size
+        kernels = self.kernels and self.kernels.for_heads(size)
+        is_paired = kernels is not None and kernels.pairs_heads(size)
+        return CACHES[is_paired, self.config.layer.cache_dtype], kernels
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
         """Returns features ``[B, T, D]`` of the target's hidden states, one array for each of
@@ -411,7 +428,7 @@ class Head:
         return jnp.take(logits, ranks_V, axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
-        module = self.config.module(self.config, self.layout)
+        module = self.config.module(self.config, self.layout, self.kernels)
         with full_precision(self.config.layer.dtype):
             return module.apply({"params": weights["params"]}, *arguments, method=method)
 
@@ -422,19 +439,15 @@ class FeatureHead(Head):
     drafted token.
     """
 
-    def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
+    def init_cache(self, batch: int, slots: int) -> LayerCache | tuple[()]:
         """Returns an empty cache, of one layer or none."""
         if not self.config.has_layer:
             return ()
-        layer = self.config.layer
-        cache = self._cache_class.zeros(
-            batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype
-        )
-        return self.layout.place_cache(self.cache_axes(), cache)
+        return self.layout.place_cache(self.cache_axes(), self._empty_layer(batch, slots))
 
-    def cache_axes(self) -> KVCache | tuple[()]:
+    def cache_axes(self) -> LayerCache | tuple[()]:
         """Returns the logical axis names of `init_cache`'s result."""
-        return self._cache_class.logical_axes() if self.config.has_layer else ()
+        return self._layer_axes() if self.config.has_layer else ()
 
     def __call__(
         self,

@@ -19,7 +19,7 @@ from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.experts import SparseFeedForward
 from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
-from specsamp.models.interface import DeviceLayout
+from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract
 
@@ -31,6 +31,7 @@ class Module(nn.Module):
 
     config: MTPConfig
     layout: DeviceLayout
+    kernels: Kernels | None = None
 
     def setup(self):
         layer = self.config.layer
@@ -41,13 +42,15 @@ class Module(nn.Module):
             ("features", "embed"),
             fan_in=2 * layer.width,
         )
-        self.token_norm, self.hidden_norm = Norm(layer), Norm(layer)
-        self.attention_norm, self.attention = Norm(layer), Attention(layer)
-        self.mlp_norm, self.final_norm = Norm(layer), Norm(layer)
+        norms = [Norm(layer, kernels=self.kernels) for _ in range(5)]
+        self.token_norm, self.hidden_norm, self.attention_norm, self.mlp_norm, self.final_norm = (
+            norms
+        )
+        self.attention = Attention(layer, kernels=self.kernels)
         if layer.experts is None:
             self.mlp = FeedForward(layer)
         else:
-            self.mlp = SparseFeedForward(layer, self.layout)
+            self.mlp = SparseFeedForward(layer, self.layout, self.kernels)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache, block) -> tuple[Array, KVCache]:
         parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
@@ -67,7 +70,9 @@ class MTP(HeadModule):
 
     def setup(self):
         self.declare_ends()
-        self.module = [Module(self.config, self.layout) for _ in range(self.config.num_modules)]
+        self.module = [
+            Module(self.config, self.layout, self.kernels) for _ in range(self.config.num_modules)
+        ]
 
     def __call__(
         self, embedded_BTD, features_BTD, start_B, cache, block=None, number=0
@@ -97,7 +102,7 @@ class ModuleChain(FeatureHead):
     @property
     def _one(self) -> FeatureHead:
         """Returns a head with the cache of one module."""
-        return FeatureHead(self.config, self.layout)
+        return FeatureHead(self.config, self.layout, self.kernels)
 
     def __call__(
         self,

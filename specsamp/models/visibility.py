@@ -74,6 +74,53 @@ class Visibility:
         return _place(before_BTS, seen_after(self.block), self.block.start_B)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockVisibility:
+    """The slots that the rows of some blocks see in one layer, in place of a `Visibility`; kernels
+    take one block of each sequence.
+
+    `Visibility` with a `Block` counts how many ancestors are between two rows, which means nothing
+    among rows that see each other both ways. Windows are counted from the beginning of the block,
+    for all its rows alike.
+
+    Attributes:
+      anchors_BA: int32, the position of each block's first row: the block sees the slots before it.
+      first_BA: int32, the slot of each block's first row; in decoding, that of its position.
+      block_size: b, the rows of a block.
+      window: how many tokens of the context are seen; None: all.
+      both_ways: whether a row sees the rows of its block behind it.
+    """
+
+    anchors_BA: Array
+    first_BA: Array
+    block_size: int
+    window: int | None = None
+    both_ways: bool = True
+
+    @property
+    def needs_mask(self) -> bool:
+        """Returns whether sequences have several blocks."""
+        return self.anchors_BA.shape[1] > 1
+
+    def mask(self, num_slots: int) -> Array:
+        """Returns ``[B, A b, S]`` bool: whether the row sees the slot."""
+        slots, rows = (
+            jnp.arange(num_slots)[None, None, None],
+            jnp.arange(self.block_size)[None, None, :, None],
+        )
+        anchors, first = self.anchors_BA[..., None, None], self.first_BA[..., None, None]
+        context = slots < anchors
+        if self.window is not None:
+            context &= slots >= anchors - self.window
+        last = first + (self.block_size - 1 if self.both_ways else rows)
+        seen_BAbS = context | ((slots >= first) & (slots <= last))
+        batch, blocks = self.anchors_BA.shape
+        shape = batch, blocks, self.block_size, num_slots
+        return jnp.broadcast_to(seen_BAbS, shape).reshape(
+            batch, blocks * self.block_size, num_slots
+        )
+
+
 def seen_after(block: Block) -> Array:
     """Counts, for each query and slot of the block, the visible slots after this slot, ``[B, T,
     R]`` int32.

@@ -409,5 +409,9 @@ class _ShardedHeadModel(ShardedModel):
 
 
 def sharded_head_model(target: LayeredModel, head: Head, layout: Layout) -> ShardedModel:
-    """Returns a step of a head as a model that is laid out over a mesh, for `Programs.draft`."""
+    """Returns a step of a head, with the target's kernels, as a model that is laid out over a mesh,
+    for `Programs.draft`.
+    """
+    kernels = target.kernels and dataclasses.replace(target.kernels, layout=layout)
+    head = dataclasses.replace(head, kernels=kernels)
     return _ShardedHeadModel(HeadModel(target.first(1), head), layout)

@@ -18,6 +18,7 @@ from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.heads import kernel_tables
 from specsamp.models.kernels.dispatch import PallasKernels
+from specsamp.models.mtp import MTPConfig
 from specsamp.sampling.warp import (
     chain,
     for_rows,
@@ -130,6 +131,9 @@ def test_kernels_follow_the_mesh_of_a_pair(monkeypatch):
     model = TransformerLM(tiny(num_kv_heads=2))
     params = drawn_params(model)
     pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
+    layer = tiny(num_layers=1, positions="rotary")
+    head = MTPConfig(layer=layer, target_layers=2, hidden_layers=(1,)).head()
+    with_head = Pair(target=model, target_params=params, head=head, draft_params=drawn_params(head))
     meshes = [
         make_mesh(data=2, model=2, devices=jax.devices()[first : first + 4]) for first in (0, 4)
     ]
@@ -142,6 +146,8 @@ def test_kernels_follow_the_mesh_of_a_pair(monkeypatch):
         again = shard(made, meshes[1])
         assert again.draft.model.kernels.layout.mesh == meshes[1]
         assert with_attention(made, "plain").target.model.kernels is None
+        made = with_attention(shard(with_head, mesh), "kernel").head
+        assert made.kernels.layout == made.layout == Layout.tensor_parallel(mesh)
     assert with_attention(pair, "kernel").draft.kernels == PallasKernels()
     asked = []
     monkeypatch.setattr(

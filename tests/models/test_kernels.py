@@ -24,8 +24,16 @@ from specsamp import (
     top_k,
     top_p,
 )
-from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
+from specsamp.models.cache import (
+    Int8KVCache,
+    KVCache,
+    LayerCache,
+    PairedInt8KVCache,
+    PairedKVCache,
+)
 from specsamp.models.config import ExpertsConfig, tiny
+from specsamp.models.dflash import BlockConfig
+from specsamp.models.eagle import Eagle3Config
 from specsamp.models.interface import Block
 from specsamp.models.kernels import dispatch as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
@@ -34,6 +42,7 @@ from specsamp.models.kernels.decode_attention import block_shape
 from specsamp.models.kernels.dispatch import PallasKernels, choose_kernels
 from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.modules import Norm
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.slots import write_slots
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.rules import Draft, TargetDistributions
@@ -292,6 +301,61 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     atol = 5e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         assert_allclose(ours, theirs, atol=atol)
+
+
+OF_HEAD = dict(width=SIZE, head_size=SIZE, num_heads=4, num_kv_heads=2, positions="rotary")
+BLOCK = dict(target_layers=4, hidden_layers=(0, 2), block_size=5, mask_id=3)
+HEADS = {
+    "eagle3": Eagle3Config(
+        layer=tiny(num_layers=1, **OF_HEAD), target_layers=4, hidden_layers=(0, 1, 2)
+    ),
+    "mtp, in pairs": MTPConfig(
+        layer=tiny(num_layers=1, **OF_HEAD | {"head_size": SIZE // 2}),
+        target_layers=4,
+        hidden_layers=(3,),
+    ),
+    "block": BlockConfig(
+        layer=tiny(num_layers=2, query_key_norm=True, window=20, global_layers=(1,), **OF_HEAD),
+        windows_both_ways=True,
+        **BLOCK,
+    ),
+    "causal block": BlockConfig(
+        layer=tiny(num_layers=2, window=3, global_layers=(1,), **OF_HEAD), causal=True, **BLOCK
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(HEADS, "eagle3", "block"))
+def test_a_head_with_kernels_equals_one_without(name):
+    """The first block stands in front of all slots, the second apart from its context."""
+    config, is_layer = HEADS[name], lambda x: isinstance(x, LayerCache)
+    plain = config.head()
+    weights, size = plain.prepare(drawn_params(plain, 0, noise=0.1)), config.layer.head_size
+    start_B, x_BTD = jnp.asarray([0, 124], jnp.int32), drawn(2, BLOCK["block_size"], SIZE)
+    given = x_BTD, drawn(*x_BTD.shape, seed=1), start_B
+    if config.drafts_blocks:
+        given = x_BTD, start_B[:, None], start_B[:, None] + jnp.asarray([[0], [6]])
+
+    def filled(layer, entries):
+        return dataclasses.replace(layer.of(*entries), kernels=layer.kernels)
+
+    made = []
+    for head in (plain, dataclasses.replace(plain, kernels=INTERPRETED)):
+        # Of blocks, whole tiles of slots.
+        empty = head.init_cache(2, 250 if head.kernels and config.drafts_blocks else 256)
+        entries = [drawn(2, 2, 256, size, seed=seed) for seed in range(2)]
+        cache = jax.tree.map(lambda layer: filled(layer, entries), empty, is_leaf=is_layer)
+        assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, empty)
+        made.append(jax.jit(head.__call__, compiler_options=COMPILE_FAST)(weights, *given, cache))
+    (expected, expected_cache), (found, cache) = made
+    assert jax.tree.structure(cache) == jax.tree.structure(head.cache_axes())
+    assert_allclose(found, expected, atol=2e-5)
+    layers = (jax.tree.leaves(each, is_leaf=is_layer) for each in (cache, expected_cache))
+    for ours, theirs in zip(*layers, strict=True):
+        assert ours.kernels == INTERPRETED
+        jax.tree.map(
+            functools.partial(assert_allclose, atol=2e-5), ours, filled(ours, theirs.entries_BMSH)
+        )
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from specsamp.models.kernels.common import (
     widen,
 )
 from specsamp.models.products import soft_cap
-from specsamp.models.visibility import Visibility, seen_after
+from specsamp.models.visibility import BlockVisibility, Visibility, seen_after
 
 Array = jax.Array
 
@@ -58,8 +58,10 @@ class SeenSlots:
     tree_BTR: Array | None = None  # float32, 0 or 1, with R a multiple of 128
 
     @classmethod
-    def of(cls, visible: Visibility) -> Self:
+    def of(cls, visible: Visibility | BlockVisibility) -> Self:
         """Returns the slots that `specsamp.models.visibility.Visibility.mask` marks."""
+        if isinstance(visible, BlockVisibility):
+            return cls._of_block(visible)
         queries_BT = (
             visible.start_B[:, None] + jnp.arange(visible.num_queries, dtype=jnp.int32)[None, :]
         )
@@ -85,6 +87,26 @@ class SeenSlots:
             tree_BTR=jnp.pad(
                 seen_BTR.astype(jnp.float32), ((0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES))
             ),
+        )
+
+    @classmethod
+    def _of_block(cls, visible: BlockVisibility) -> Self:
+        """Returns the slots that the rows of one block see: its rows are a tree's."""
+        size, anchors_B = visible.block_size, visible.anchors_BA[:, 0]
+        first_B = jnp.zeros_like(anchors_B)
+        if visible.window is not None:
+            first_B = anchors_B - visible.window
+        rows_b = jnp.arange(size)
+        columns_R = jnp.arange(size + -size % LANES)
+        last_b1 = jnp.full((size, 1), size - 1) if visible.both_ways else rows_b[:, None]
+        seen_bR = (columns_R[None] <= last_b1).astype(jnp.float32)
+        start_B = visible.first_BA[:, 0]
+        bounds_B12 = jnp.stack([first_B, anchors_B - 1], axis=-1)[:, None]
+        return cls(
+            bounds_BT2=jnp.repeat(bounds_B12, size, axis=1),
+            last_B=start_B + size - 1,
+            start_B=start_B,
+            tree_BTR=jnp.broadcast_to(seen_bR, (len(start_B), *seen_bR.shape)),
         )
 
     def blocks(self, size: int, num_slots: int) -> tuple[Array, Array]:
