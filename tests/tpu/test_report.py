@@ -29,7 +29,6 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.medusa import MedusaConfig
 from specsamp.sampling.rules import read_row
-from specsamp.tpu import program
 from specsamp.tpu.lowering import Programs, WindowStep, sharded_head_model
 from specsamp.tpu.pair_report import compile_report, compiled_costs
 from specsamp.tpu.program import largest_buffers
@@ -245,16 +244,6 @@ def test_rows_are_sampled_apart():
     # The collectives of the calls, and a few small ones of tokens and acceptance: warping a
     # distribution would take 36 each time.
     assert sum(made.collectives.values()) <= (1 + 1) * (3 + 1 + 1) + 25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options, copies", [(ON_TPU, 0), (ON_TPU[:1], 1)])
-def test_matrices_are_not_copied_on_v7x(monkeypatch, options, copies):
-    """The compiler copied every weight to tiles of sixteen rows before the loop."""
-    monkeypatch.setattr(program, "ON_TPU", options)
-    made = programs(described_mesh("tpu7x:2x2x1"), 1, slots=512, vocab_size=4096)
-    made = compile_report(made, topology="tpu7x:2x2x1", size=1, rule=TokenRule(), names=("round",))
-    assert bool(made["round"].num_copies) == copies
 
 
 def test_rows_of_a_tree_are_read_without_collectives():
