@@ -127,7 +127,7 @@ class Reply:
     @property
     def stats(self) -> RowStats:
         """Returns the counts of all texts, which have ended."""
-        return sum((choice.stats for choice in self._choices[1:]), self._choices[0].stats)
+        return sum(choice.stats for choice in self._choices)
 
     def usage(self) -> Document:
         """Counts tokens, including stop texts and the stop token.

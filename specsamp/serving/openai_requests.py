@@ -504,11 +504,7 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             )
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
-    if (
-        is_chat
-        and request.functions
-        and request.response_format not in (None, ResponseFormat(type="text"))
-    ):
+    if is_chat and request.functions and form not in (None, ResponseFormat(type="text")):
         raise ApiError(
             "a text follows response_format or calls tools: give one of them",
             param="response_format",
