@@ -85,6 +85,31 @@ class Sampler:
                 return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
             return self.rule.sample(warped_BV, self.keys, offset), warped_BV
 
+    @property
+    def takes_rows(self) -> bool:
+        """Returns whether `rows` can draw: no token changes the warp, or ends its draft."""
+        return is_stateless(self.warp_state) and self.stop is None
+
+    def rows(self, logits_BKV: Array) -> Draft:
+        """Draws a chain of K tokens at once, each from logits that do not depend on the others;
+        they are those of `chain`.
+        """
+        K = logits_BKV.shape[1]
+        num_drafted_B = jnp.full_like(self.keys.starts_B, K)
+        if self.draft_lengths_B is not None:
+            num_drafted_B = jnp.minimum(num_drafted_B, self.draft_lengths_B)
+        with jax.named_scope("sample"):
+            warped_BKV = log_probs(self.warp, logits_BKV)
+            if self.is_one_hot:
+                tokens_BK = jnp.argmax(warped_BKV, axis=-1).astype(jnp.int32)
+                return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B)
+            draw = jax.vmap(self.rule.sample, in_axes=(1, None, 0), out_axes=1)
+            return Draft(
+                tokens_BK=draw(warped_BKV, self.keys, jnp.arange(K)),
+                num_drafted_B=num_drafted_B,
+                log_probs_BRV=warped_BKV,
+            )
+
     def siblings(
         self, logits_BPV: Array, families_PC: np.ndarray, *, depth: Array | int, warp_state: Any
     ) -> tuple[Array, Array | None]:

@@ -4,13 +4,27 @@ the whole context and no stale row.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp import BlockDrafter, BlockRule, Loop, TokenRule, ban, chain, temperature
+from specsamp import (
+    BlockDrafter,
+    BlockRule,
+    CoupledRule,
+    Loop,
+    TokenRule,
+    ban,
+    chain,
+    greedy,
+    temperature,
+)
 from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights, gather_tokens
+from specsamp.sampling.rng import RoundKeys, row_keys
 from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, prefill
 from support.heads import (
@@ -112,6 +126,26 @@ def test_a_right_context_is_accepted_always(law, chunk):
     """Covers the end of the longest text, where a block is longer than the loop's headroom."""
     shares = accepted_share(law=law, chunk=chunk, slots=5 + 20 + 4 + 1)
     assert shares[0] == 1 and ((shares == 1).all() or law == "marginals")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [TokenRule(), CoupledRule()])
+@pytest.mark.parametrize("warp", [temperature([0.7, 1.3]), greedy()])
+def test_rows_drawn_at_once_equal_a_chain(rule, warp):
+    logits_BKV, zeros_B = 3 * jax.random.normal(jax.random.key(1), (2, 4, 64)), jnp.zeros(2, int)
+    sample = Sampler(
+        warp=chain(warp),
+        rule=rule,
+        keys=RoundKeys(rows_B=row_keys(3, jnp.arange(2), zeros_B), starts_B=zeros_B + 7),
+        draft_lengths_B=jnp.asarray([4, 2]),
+    )
+    expected, _ = sample.chain(4, logits_BKV[:, 0], lambda at, *_: (logits_BKV[:, at], ()), ())
+    found = sample.rows(logits_BKV)
+    assert sample.takes_rows and (found.num_drafted_B == expected.num_drafted_B).all()
+    is_drafted_BK = np.asarray(found.is_drafted_BK)
+    assert_array_equal(*(np.asarray(one.tokens_BK)[is_drafted_BK] for one in (found, expected)))
+    laws = (np.exp(one.laws(logits_BKV))[is_drafted_BK] for one in (found, expected))
+    assert_allclose(*laws, atol=1e-6)
 
 
 class KeepsBlockRows(BlockDrafter):

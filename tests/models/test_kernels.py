@@ -325,7 +325,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(HEADS, "eagle3", "block"))
+@pytest.mark.parametrize("name", slow_but(HEADS, "block"))
 def test_a_head_with_kernels_equals_one_without(name):
     """The first block stands in front of all slots, the second apart from its context."""
     config, is_layer = HEADS[name], lambda x: isinstance(x, LayerCache)

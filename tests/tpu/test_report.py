@@ -246,6 +246,15 @@ def test_rows_are_sampled_apart():
     assert sum(made.collectives.values()) <= (1 + 1) * (3 + 1 + 1) + 25
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options, has_others", [(ON_TPU, False), (ON_TPU[:1], True)])
+def test_matrices_keep_their_tiles_on_v7x(options, has_others):
+    """For tiles of sixteen rows the compiler copied every weight before the loop."""
+    made = programs(described_mesh("tpu7x:2x2x1"), 1, slots=512, vocab_size=4096)
+    text = made.round(1, TokenRule()).compile(compiler_options=dict(options)).as_text()
+    assert ("T(16,128)" in text) == has_others
+
+
 def test_rows_of_a_tree_are_read_without_collectives():
     """Reading each sequence's row by itself moved all rows' distributions to one device."""
     mesh = described_mesh("v5e:2x2", rows=4)

@@ -107,6 +107,11 @@ class BlockDrafter(HeadDrafter):
         rows_BKD, logits_BKU, state = self._run_block(weights, state, prefix)
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
+        independent = self.law == "marginals" or self.head.config.correction() is None
+        if independent and not self.threshold and sample.takes_rows and self.target.kernels:
+            # On a TPU, one position after the other would copy the logits of all.
+            draft = sample.rows(self._expand(weights, logits_BKU))
+            return draft.only_in(prefix.lengths_B >= 2), state, cache
 
         def step(offset: Array | int, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
             correction, goes_on_B, num_trusted_B = carry
