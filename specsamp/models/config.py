@@ -126,12 +126,15 @@ class RecurrentConfig:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Returns the number of key heads and the size of each in every projection."""
+        """Returns the number of key heads and the size of each in every projection: of queries,
+        keys, values, gates, and of the shares and decays of the value heads.
+        """
         heads = self.num_key_heads
         group = self.num_value_heads // heads
         keys = heads, self.key_size
         values = heads, group * self.value_size
-        return {"query": keys, "key": keys, "value": values, "gate": values}
+        parts = {"query": keys, "key": keys, "value": values, "gate": values}
+        return parts | dict.fromkeys(("share", "decay"), (heads, group))
 
     @property
     def input_size(self) -> int:

@@ -12,7 +12,6 @@ in blocks (`Int8Blocks`), the float32 values stay in the CPU's cache, and a quar
 read from memory.
 """
 
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +23,7 @@ from specsamp.models.decoder import OUTPUT_EMBEDDING, Decoder
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import Int8Blocks, is_int8
 from specsamp.models.products import contract
-from specsamp.models.recurrent import GatedDelta
+from specsamp.models.recurrent import JOINED, GatedDelta
 
 Array = jax.Array
 
@@ -39,20 +38,13 @@ def to_cpu_order(params: Any) -> Any:
     )
     for name in params:
         if name.startswith("layer_"):
-            mixer = "attention" if "attention" in params[name] else "recurrence"
-            attention = dict(params[name][mixer])
-            parts = [
-                attention.pop(part)
-                for part in ("query", "key", "value", "gate")
-                if part in attention
-            ]
-            attention[HEADS] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
-            if "query_bias" in attention:
-                biases = [
-                    attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")
-                ]
-                attention[HEADS_BIAS] = jnp.concatenate(biases)
-            arranged[name] = dict(params[name]) | {mixer: attention}
+            arranged[name] = dict(params[name])
+            if "recurrence" in params[name]:
+                recurrence = dict(params[name]["recurrence"])
+                recurrence[JOINED] = jax.tree.map(_join_heads, recurrence[JOINED])
+                arranged[name]["recurrence"] = recurrence
+            else:
+                arranged[name]["attention"] = _join_attention(params[name]["attention"])
             if "experts" in params[name]:
                 experts = params[name]["experts"]
                 turned = {
@@ -63,6 +55,16 @@ def to_cpu_order(params: Any) -> Any:
     return jax.tree.map(
         lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, arranged, is_leaf=is_int8
     )
+
+
+def _join_attention(params: Any) -> Any:
+    joined = dict(params)
+    parts = [joined.pop(part) for part in ("query", "key", "value", "gate") if part in joined]
+    joined[HEADS] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
+    if "query_bias" in joined:
+        biases = [joined.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")]
+        joined[HEADS_BIAS] = jnp.concatenate(biases)
+    return joined
 
 
 def _join_heads(*parts_NDH: Array) -> Array:
@@ -92,16 +94,12 @@ class CPUAttention(Attention):
 
 
 class CPUGatedDelta(GatedDelta):
-    """`GatedDelta` with one projection for queries, keys, values and their gates."""
+    """`GatedDelta` whose projection joins all heads."""
 
-    def project_heads(self, x_BTD: Array) -> list[Array]:
-        heads_BTX = contract("BTD,DX->BTX", x_BTD, self.get_variable("params", HEADS))
-        sizes = list(self.config.recurrent.projections.values())
-        parts = jnp.split(heads_BTX, np.cumsum([math.prod(x) for x in sizes])[:-1].tolist(), axis=2)
-        return [
-            part_BTX.reshape(*x_BTD.shape[:2], *shape).swapaxes(1, 2)
-            for part_BTX, shape in zip(parts, sizes, strict=True)
-        ]
+    def project_joined(self, x_BTD: Array, weight_DX: Array) -> Array:
+        heads_BTX = contract("BTD,DX->BTX", x_BTD, weight_DX)
+        heads = self.config.recurrent.num_key_heads
+        return heads_BTX.reshape(*x_BTD.shape[:2], heads, -1).swapaxes(1, 2)
 
 
 class CPUExperts(Experts):

@@ -62,7 +62,7 @@ class Layer(nn.Module):
             y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
             y_BTD = y_BTD.reshape(of_sequences)
             if self.recurrence is not None:
-                recurrence = self.recurrence(config, name="recurrence")
+                recurrence = self.recurrence(config, self.kernels, name="recurrence")
                 y_BTD, cache = recurrence(y_BTD, start_B, cache, lengths_B)
             else:
                 attention = self.attention(

@@ -131,6 +131,12 @@ class Kernels(RowKernels, Protocol):
     def mix_experts(self, config: Any, *arrays: Any) -> Array:
         """Routes tokens; returns the sum of the experts' results, ``[R, D]`` float32."""
 
+    def take_delta(self, shape: Any) -> bool:
+        """Returns whether `step_delta` is a kernel for a `RecurrentConfig`."""
+
+    def step_delta(self, config: Any, *arrays: Any) -> Any:
+        """Computes `specsamp.models.recurrent.mix` for tokens that may be removed again."""
+
 
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are

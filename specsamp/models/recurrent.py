@@ -10,16 +10,20 @@ The inputs are those of the short convolution that comes before the rule. It is 
 """
 
 import dataclasses
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specsamp.models.attention import project
 from specsamp.models.cache import LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
+from specsamp.models.int8 import is_int8
+from specsamp.models.interface import Kernels
 from specsamp.models.modules import weight
 from specsamp.models.products import contract
 from specsamp.models.slots import read_slots, write_slots
@@ -29,6 +33,9 @@ Array = jax.Array
 REWIND = CHUNK // 2  # tokens before the start of the last call
 HELD = 2 * CHUNK  # tokens from the older state on: a chunk, REWIND and a call of REWIND + 1 tokens
 L2_EPSILON = 1e-6
+JOINED = "inputs"  # the projection of `join_parts`
+CONVOLVED = ("query", "key", "value")
+GATED = (*CONVOLVED, "gate")
 
 
 @jax.tree_util.register_dataclass
@@ -93,9 +100,13 @@ def _lengthen(inputs_BMWX: Array, more: int) -> Array:
 
 
 class GatedDelta(nn.Module):
-    """A layer of the gated delta rule, behind a short convolution (Qwen3-Next, Qwen3.5)."""
+    """A layer of the gated delta rule, behind a short convolution (Qwen3-Next, Qwen3.5).
+
+    It computes with the result of `join_parts`: of decode-time weights, or of its parameters.
+    """
 
     config: TransformerConfig
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(
@@ -116,6 +127,7 @@ class GatedDelta(nn.Module):
         """
         config, shape = self.config, self.config.recurrent
         (batch, length, width), heads = x_BTD.shape, shape.num_key_heads
+        is_step = cache is not None and lengths_B is None
         if cache is None:
             cache = RecurrentCache.empty(batch, shape, config.compute_dtype)
         elif lengths_B is None and length > REWIND + 1:
@@ -123,14 +135,17 @@ class GatedDelta(nn.Module):
                 f"a recurrent model reads {length} tokens in a call: give lengths_B, since only "
                 f"{REWIND + 1} tokens can be removed again"
             )
-        *inputs, z_BMTX = self.project_heads(x_BTD)
-        group = shape.num_value_heads // heads
-        for name in ("share", "decay"):
-            inputs.append(project(x_BTD, self._projection(name, (heads, group))))
-        inputs_BMTX = jnp.concatenate(inputs, axis=-1)
-        out_BNTV, cache = mix(config, self.rule_weights(), inputs_BMTX, start_B, cache, lengths_B)
-        mixed_BNTV = self.normalise(out_BNTV.astype(x_BTD.dtype), _per_value_head(z_BMTX, shape))
-        joined = group * shape.value_size
+        is_joined = self.has_variable("params", JOINED)
+        params = self.variables["params"] if is_joined else join_parts(self.declare())
+        ones = nn.with_logical_partitioning(nn.initializers.ones, ("head",))
+        scale_V = self.param("norm_scale", ones, (shape.value_size,))
+        vectors = params["taps"], params["rates"], scale_V
+        x_BMTX = self.project_heads(x_BTD, params)
+        if is_step and self.kernels is not None and self.kernels.take_delta(shape):
+            mixed_BTX, cache = self.kernels.step_delta(config, x_BMTX, start_B, vectors, cache)
+        else:
+            mixed_BTX, cache = mix(config, x_BMTX, start_B, vectors, cache, lengths_B)
+        joined = shape.projections["value"][1]
         output_MXD = weight(
             self,
             "output",
@@ -138,62 +153,99 @@ class GatedDelta(nn.Module):
             ("kv_heads", "head", "embed"),
             fan_in=2 * config.num_layers * heads * joined,
         )
-        mixed_BTX = mixed_BNTV.swapaxes(1, 2).reshape(batch, length, -1)
         output_XD = jax.tree.map(lambda x_MXD: x_MXD.reshape(-1, width), output_MXD)
         return contract("BTX,XD->BTD", mixed_BTX, output_XD), cache
 
-    def project_heads(self, x_BTD: Array) -> list[Array]:
-        """Returns queries, keys, values and the gates of outputs, each ``[B, M, T, X]`` with all
-        value heads of a key head.
-        """
-        projections = self.config.recurrent.projections.items()
-        return [project(x_BTD, self._projection(name, shape)) for name, shape in projections]
+    def declare(self) -> dict[str, Array]:
+        """Declares the parameters of `join_parts`; returns their values."""
+        shape, width = self.config.recurrent, self.config.width
+        axes, zeros = ("kv_heads", "embed", "head"), nn.initializers.zeros
+        params = {
+            name: weight(self, name, (heads, width, size), axes, fan_in=width)
+            for name, (heads, size) in shape.projections.items()
+        }
+        for name in CONVOLVED:
+            sizes, axes = (*shape.projections[name], shape.taps), ("kv_heads", "head", None)
+            params[f"{name}_taps"] = weight(self, f"{name}_taps", sizes, axes, fan_in=shape.taps)
+        for name in ("log_rate", "decay_bias"):
+            init = nn.with_logical_partitioning(zeros, ("kv_heads", "head"))
+            params[name] = self.param(name, init, shape.projections["decay"])
+        return params
 
-    def _projection(self, name: str, shape: tuple[int, int]) -> Array:
-        (heads, size), width = shape, self.config.width
-        axes = ("kv_heads", "embed", "head")
-        return weight(self, name, (heads, width, size), axes, fan_in=width)
+    def project_heads(self, x_BTD: Array, params: Mapping[str, Any]) -> Array:
+        """Returns the parts of `RecurrentConfig.projections`, ``[B, M, T, X]``."""
+        joined_BMTX = self.project_joined(x_BTD, params[JOINED])
+        rest = [project(x_BTD, params[name]) for name in ("share", "decay") if name in params]
+        return jnp.concatenate([joined_BMTX, *rest], axis=-1)
 
-    def rule_weights(self) -> tuple[Array, Array, Array]:
-        """Returns the taps of all channels ``[M, X, taps]``, and the rates and biases ``[N]`` of
-        decays.
-        """
-        shape = self.config.recurrent
-        heads = shape.num_key_heads
-        axes = ("kv_heads", "head", None)
-        taps = [
-            weight(
-                self,
-                f"{name}_taps",
-                (*shape.projections[name], shape.taps),
-                axes,
-                fan_in=shape.taps,
-            )
-            for name in ("query", "key", "value")
-        ]
-        init = nn.with_logical_partitioning(nn.initializers.zeros, axes[:2])
-        decays = [
-            self.param(name, init, (heads, shape.num_value_heads // heads)).reshape(-1)
-            for name in ("log_rate", "decay_bias")
-        ]
-        return jnp.concatenate(taps, axis=1), *decays
+    def project_joined(self, x_BTD: Array, weight_MDX: Array) -> Array:
+        """Multiplies ``BTD,MDX -> BMTX``."""
+        return project(x_BTD, weight_MDX)
 
-    def normalise(self, out_BNTV: Array, z_BNTV: Array) -> Array:
-        """Computes the RMS norm of each head, without an offset, times the gate."""
-        init = nn.with_logical_partitioning(nn.initializers.ones, ("head",))
-        scale_V = self.param("norm_scale", init, (self.config.recurrent.value_size,))
-        x32 = out_BNTV.astype(jnp.float32)
-        mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        normed = (x32 * jax.lax.rsqrt(mean + self.config.norm_epsilon)).astype(out_BNTV.dtype)
-        normed = normed * scale_V.astype(normed.dtype)[None, None, None]
-        return (normed.astype(jnp.float32) * jax.nn.silu(z_BNTV.astype(jnp.float32))).astype(
-            out_BNTV.dtype
-        )
+
+def join_parts(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a layer with one projection ``[M, D, X]``; the taps of all channels
+    ``[M, taps, X]``; and the rates and biases of decays ``[M, 2, N / M]``.
+
+    Beside an int8 projection those of shares and decays, which are not in int8, stay.
+    """
+    joined = dict(params)
+    names = GATED if is_int8(params["query"]) else (*GATED, "share", "decay")
+    parts = [joined.pop(name) for name in names]
+    joined[JOINED] = jax.tree.map(lambda *each: jnp.concatenate(each, axis=-1), *parts)
+    taps = [joined.pop(f"{name}_taps") for name in CONVOLVED]
+    joined["taps"] = jnp.concatenate(taps, axis=1).swapaxes(1, 2)
+    joined["rates"] = jnp.stack([joined.pop(name) for name in ("log_rate", "decay_bias")], axis=1)
+    return joined
+
+
+def join_axes(axes: Mapping[str, Any], *, in_int8: bool) -> dict[str, Any]:
+    """Returns the logical axes of the result of `join_parts`."""
+    kept = ("output", "norm_scale", *(("share", "decay") if in_int8 else ()))
+    joined = dict.fromkeys((JOINED, "taps", "rates"), PartitionSpec("kv_heads", None, "head"))
+    return {name: axes[name] for name in kept} | joined
 
 
 def mix(
     config: TransformerConfig,
-    rule_weights: tuple[Array, Array, Array],
+    x_BMTX: Array,
+    start_B: Array,
+    vectors: tuple[Array, Array, Array],
+    cache: RecurrentCache,
+    lengths_B: Array | None = None,
+) -> tuple[Array, RecurrentCache]:
+    """Returns the normalised outputs of the rule ``[B, T, N V]``, and the cache with the inputs.
+
+    Args:
+      x_BMTX: the parts of `RecurrentConfig.projections`.
+      vectors: taps, and rates and biases of decays, of `join_parts`; and the scale of the norm
+        ``[V]``.
+    """
+    shape = config.recurrent
+    *rule_weights, scale_V = vectors
+    ends = [2 * shape.key_size + shape.projections["value"][1]]
+    ends.append(ends[0] + shape.projections["gate"][1])
+    mixed_BMTX, z_BMTX, gates_BMTX = jnp.split(x_BMTX, ends, axis=-1)
+    inputs_BMTX = jnp.concatenate([mixed_BMTX, gates_BMTX], axis=-1)
+    out_BNTV, cache = mix_inputs(config, rule_weights, inputs_BMTX, start_B, cache, lengths_B)
+    out_BNTV = out_BNTV.astype(x_BMTX.dtype)
+    scale_111V = scale_V[None, None, None]
+    out_BNTV = normalise(config, out_BNTV, _per_value_head(z_BMTX, shape), scale_111V)
+    return out_BNTV.swapaxes(1, 2).reshape(len(x_BMTX), x_BMTX.shape[2], -1), cache
+
+
+def normalise(config: TransformerConfig, x: Array, gates: Array, scale: Array) -> Array:
+    """Computes the RMS norm of each head, without an offset, times the gate."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    normed = (x32 * jax.lax.rsqrt(mean + config.norm_epsilon)).astype(x.dtype)
+    normed = (normed * scale.astype(x.dtype)).astype(jnp.float32)
+    return (normed * jax.nn.silu(gates.astype(jnp.float32))).astype(x.dtype)
+
+
+def mix_inputs(
+    config: TransformerConfig,
+    rule_weights: Sequence[Array],
     inputs_BMTX: Array,
     start_B: Array,
     cache: RecurrentCache,
@@ -202,7 +254,6 @@ def mix(
     """Returns the outputs of the rule, ``[B, N, T, V]`` float32, and the cache with the inputs.
 
     Args:
-      rule_weights: from `GatedDelta.rule_weights`.
       inputs_BMTX: of the convolution, and behind them the gates of the value heads.
     """
     length = inputs_BMTX.shape[2]
@@ -226,26 +277,24 @@ def mix(
 
 def _rule_inputs(
     config: TransformerConfig,
-    taps_MXt: Array,
-    log_rate_N: Array,
-    decay_bias_N: Array,
+    taps_MtX: Array,
+    rates_M2g: Array,
     inputs_BMWX: Array,
 ) -> list[Array]:
     """Returns the arguments of `mix_chunks` for all tokens whose inputs are held."""
     shape, dtype = config.recurrent, config.compute_dtype
-    mixed_BMWX, gates_BMWX = jnp.split(inputs_BMWX, [taps_MXt.shape[1]], axis=-1)
+    mixed_BMWX, gates_BMWX = jnp.split(inputs_BMWX, [taps_MtX.shape[2]], axis=-1)
     length = mixed_BMWX.shape[2] - shape.taps + 1
-    taps_MXt, log_rate_N, decay_bias_N = (
-        x.astype(jnp.float32) for x in (taps_MXt, log_rate_N, decay_bias_N)
-    )
+    taps_MtX = taps_MtX.astype(jnp.float32)
+    log_rate_N, decay_bias_N = rates_M2g.astype(jnp.float32).swapaxes(0, 1).reshape(2, -1)
     convolved = sum(
-        mixed_BMWX[:, :, t : t + length].astype(jnp.float32) * taps_MXt[None, :, None, :, t]
+        mixed_BMWX[:, :, t : t + length].astype(jnp.float32) * taps_MtX[None, :, t, None]
         for t in range(shape.taps)
     ).astype(dtype)
     active = jax.nn.silu(convolved.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
     q, k, v = jnp.split(active, [shape.key_size, 2 * shape.key_size], axis=-1)
     group = shape.num_value_heads // shape.num_key_heads
-    q, k = (jnp.repeat(_unit(x), group, axis=1) for x in (q, k))
+    q, k = (jnp.repeat(scale_to_unit(x), group, axis=1) for x in (q, k))
     share, decay = (
         _per_value_head(x, shape)[..., 0]
         for x in jnp.split(gates_BMWX[:, :, shape.taps - 1 :], 2, axis=-1)
@@ -264,5 +313,6 @@ def _per_value_head(x_BMTX: Array, shape: RecurrentConfig) -> Array:
     return parts.reshape(batch, shape.num_value_heads, length, -1)
 
 
-def _unit(x: Array) -> Array:
+def scale_to_unit(x: Array) -> Array:
+    """Divides rows by their norm."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPSILON)

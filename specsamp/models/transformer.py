@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -27,7 +28,7 @@ from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
-from specsamp.models.recurrent import REWIND, RecurrentCache
+from specsamp.models.recurrent import REWIND, RecurrentCache, join_axes, join_parts
 
 Array = jax.Array
 
@@ -148,6 +149,7 @@ class TransformerLM(LayeredModel):
         tables.
         """
         weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
+        weights = self._of_recurrent(weights, join_parts)
         return {
             "params": to_cpu_order(weights) if self.weight_order == "cpu" else weights,
             "relative_keys": None,
@@ -189,13 +191,25 @@ class TransformerLM(LayeredModel):
             raise ValueError(
                 "weights in the order 'cpu' cannot be split over a mesh: use TransformerLM(config)"
             )
-        params = self.param_axes()
+        join = functools.partial(join_axes, in_int8=self.config.weight_dtype == "int8")
+        params = self._of_recurrent(self.param_axes(), join)
         if self.config.positions != "relative":
             return {"params": params, "relative_keys": None}
         for i in range(self.config.num_layers):
             del params[f"layer_{i}"]["attention"]["relative"]
         table = PartitionSpec("kv_heads", "slots", "head")
         return {"params": params, "relative_keys": (table,) * self.config.num_layers}
+
+    def _of_recurrent(self, params: Any, join: Callable) -> Any:
+        """Returns parameters, or their axes, with those of recurrent layers joined."""
+        joined = {
+            f"layer_{i}": dict(params[f"layer_{i}"])
+            for i in range(self.num_layers)
+            if self.config.is_recurrent(i)
+        }
+        for layer in joined.values():
+            layer["recurrence"] = join(layer["recurrence"])
+        return {**params, **joined} if joined else params
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
         """See `LanguageModel.matrices_read`. Embeddings that only look up rows do not count."""

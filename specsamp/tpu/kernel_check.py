@@ -17,16 +17,17 @@ import numpy as np
 
 from specsamp.decoding.trees import TreeShape
 from specsamp.models.cache import CACHES
-from specsamp.models.config import ExpertsConfig, TransformerConfig
+from specsamp.models.config import ExpertsConfig, RecurrentConfig, TransformerConfig, tiny
 from specsamp.models.experts import BIAS_AXES, STACKED_AXES, Experts, mix_experts, route
 from specsamp.models.heads import kernel_tables
 from specsamp.models.int8 import quantise
-from specsamp.models.kernels import append_rows, common, decode_attention, expand_rows
+from specsamp.models.kernels import append_rows, common, decode_attention, delta_step, expand_rows
 from specsamp.models.kernels import mix_experts as experts_kernel
 from specsamp.models.kernels.common import PAIRED_SIZE
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.modules import normalise
 from specsamp.models.positions import Rotary, apply_rope
+from specsamp.models.recurrent import RecurrentCache, mix
 from specsamp.models.slots import write_slots
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.warp import (
@@ -209,6 +210,42 @@ def _experts(
     )
 
 
+def _delta(dtype: str, length: int) -> KernelCheck:
+    """Reads tokens of a new sequence, of one whose state moves on, and of one whose state stays."""
+    recurrent = RecurrentConfig(
+        num_key_heads=2, num_value_heads=4, key_size=SIZE, value_size=SIZE, attention_layers=(1,)
+    )
+    config = tiny(positions="rotary", dtype=dtype, recurrent=recurrent)
+    parts = sum(size for _, size in recurrent.projections.values())
+
+    def draw():
+        drawn = functools.partial(_drawn, dtype=dtype)
+        vectors = drawn(2, 4, 4 * SIZE, seed=1), drawn(2, 2, 2, seed=2) - 2, drawn(SIZE, seed=3)
+        empty = RecurrentCache.empty(3, recurrent, dtype)
+        cache = RecurrentCache(
+            state_BNKV=_drawn(*empty.state_BNKV.shape, seed=4),
+            inputs_BMWX=drawn(*empty.inputs_BMWX.shape, seed=5),
+            position_B=jnp.full(3, 64),
+        )
+        return (
+            drawn(3, 2, length, parts, seed=6),
+            jnp.asarray([0, 64 + 60, 64 + 40]),
+            vectors,
+            cache,
+        )
+
+    def compute(kernels, *operands):
+        return (mix if kernels is None else kernels.step_delta)(config, *operands)
+
+    return KernelCheck(
+        kernel=delta_step.NAME,
+        what=f"{length} tokens in {dtype}",
+        draw=draw,
+        compute=compute,
+        near=NEAR[dtype],
+    )
+
+
 def _norms_and_rotation(dtype: str) -> KernelCheck:
     """Normalises and rotates queries and keys, as attention does."""
     config = TransformerConfig(vocab_size=64, width=1024, num_layers=1, num_heads=8, dtype=dtype)
@@ -308,6 +345,8 @@ CHECKS = (
     _experts("bfloat16", dtype="bfloat16", tokens=40),
     _experts("int8", dtype="bfloat16", tokens=5, in_int8=True),
     _experts("biased and clamped", dtype="bfloat16", tokens=5, width=960, bias=True, limit=0.5),
+    _delta("float32", 5),
+    _delta("bfloat16", 17),
     _norms_and_rotation("float32"),
     _norms_and_rotation("bfloat16"),
     _expanded("eleven rows", size=900, rows=11),

@@ -12,6 +12,7 @@ from specsamp.models.kernels import (
     append_rows,
     common,
     decode_attention,
+    delta_step,
     expand_rows,
     mix_experts,
 )
@@ -106,6 +107,13 @@ def count_experts(
     return read, op.hbm_bytes, steps
 
 
+def count_delta(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
+    """Reads and writes all; each step does a key head of a sequence."""
+    read, written, _ = count_small(op, given, live)
+    _, _, inputs, _ = op.arrays
+    return read, written, math.prod(inputs.sizes[:2])
+
+
 def itemsize(x: Array) -> int:
     """Returns the bytes of an entry."""
     return int(x.bytes / math.prod(x.sizes))
@@ -116,6 +124,7 @@ COUNTS: dict[str, Count] = {
     append_rows.NAME: count_rows,
     expand_rows.NAME: count_expanded,
     mix_experts.NAME: count_experts,
+    delta_step.NAME: count_delta,
     common.SMALL: count_small,
     common.WARPS: count_small,
 }

@@ -53,7 +53,7 @@ MODULE = MTPConfig(
 
 
 @functools.cache
-def weights(seed):
+def params(seed):
     shapes = shapes_of(MODEL)
     rng = np.random.default_rng(seed)
 
@@ -64,7 +64,12 @@ def weights(seed):
         # Large outputs of the states, so that mistakes in them show.
         return jnp.asarray(rng.normal(size=x.shape) * (2.0 if of_state else 0.4), jnp.float32)
 
-    return MODEL.prepare(jax.tree_util.tree_map_with_path(draw, shapes))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@functools.cache
+def weights(seed):
+    return MODEL.prepare(params(seed))
 
 
 @functools.cache
@@ -213,7 +218,7 @@ def test_convolution_over_rejected_token_is_caught(monkeypatch):
 
 @functools.cache
 def pair():
-    return Pair(target=MODEL, target_params=weights(5)["params"])
+    return Pair(target=MODEL, target_params=params(5))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from specsamp.models.config import RecurrentConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.recurrent import HELD, REWIND, RecurrentCache, mix
 from support.hybrids import hybrid
 
@@ -51,49 +52,63 @@ def test_chunked_rule_equals_token_by_token(alike):
     np.testing.assert_allclose(last[1], earlier[1], atol=2e-5)
 
 
-@functools.cache
-def layer():
-    channels = SHAPE.input_size - 2 * SHAPE.num_value_heads // SHAPE.num_key_heads
+PARTS = sum(size for _, size in SHAPE.projections.values())
+MIX = {"plain": mix, "kernel": PallasKernels(interpret=True).step_delta}
+
+
+def vectors():
     rng = np.random.default_rng(1)
-    taps = rng.normal(size=(SHAPE.num_key_heads, channels, SHAPE.taps)).astype(np.float32)
-    rates = rng.normal(size=(2, SHAPE.num_value_heads)).astype(np.float32) - 2
-    return jax.jit(functools.partial(mix, CONFIG, (taps, *rates)))
+    channels = 2 * SHAPE.key_size + SHAPE.projections["value"][1]
+    taps_MtX = rng.normal(size=(SHAPE.num_key_heads, SHAPE.taps, channels))
+    rates_M2g = rng.normal(size=(SHAPE.num_key_heads, 2, SHAPE.projections["decay"][1])) - 2
+    return [np.asarray(x, np.float32) for x in (taps_MtX, rates_M2g, np.ones(SHAPE.value_size))]
 
 
-def read_in_random_calls(rows=ROWS):
-    """Returns the cache of one text in every row, after random calls and rejections of each row."""
+def read_in_random_calls(form="plain", rows=ROWS, lengths=(2, 6, REWIND + 1)):
+    """Returns the cache of one text in every row, after random calls and rejections of each row;
+    and the outputs of the last call.
+    """
     rng = np.random.default_rng(0)
-    text = rng.normal(size=(1, SHAPE.num_key_heads, LENGTH + REWIND + 1, SHAPE.input_size))
+    call = jax.jit(functools.partial(MIX[form], CONFIG))
+    text = rng.normal(size=(1, SHAPE.num_key_heads, LENGTH + REWIND + 1, PARTS))
     text_BMTX = np.repeat(text.astype(np.float32), rows, axis=0)
     cache = RecurrentCache.empty(rows, SHAPE, jnp.float32)
     at_B = np.zeros(rows, int)
     is_last = False
     while not is_last:
         is_last = at_B.min() == LENGTH
-        length = rng.choice([2, 6, REWIND + 1])
+        length = rng.choice(lengths)
         index_BT = at_B[:, None] + np.arange(length)
         fed = np.take_along_axis(text_BMTX, index_BT[:, None, :, None], axis=2)
         accepted_B = rng.integers(1, length + 1, size=rows)
         wrong = np.arange(length)[None] >= accepted_B[:, None]
         fed = np.where(wrong[:, None, :, None], rng.normal(size=fed.shape), fed)
-        _, cache = layer()(jnp.asarray(fed, jnp.float32), jnp.asarray(at_B), cache, None)
+        out_BTX, cache = call(jnp.asarray(fed, jnp.float32), jnp.asarray(at_B), vectors(), cache)
         at_B = np.minimum(at_B + accepted_B, LENGTH)
-    return cache
+    return cache, out_BTX
 
 
 @pytest.mark.slow
-def test_states_after_random_rejections_are_bit_equal():
-    cache = read_in_random_calls()
+@pytest.mark.parametrize("form", MIX)
+def test_states_after_random_rejections_are_bit_equal(form):
+    cache, _ = read_in_random_calls(form)
     assert set(cache.position_B.tolist()) == {(LENGTH - REWIND) // CHUNK * CHUNK}
     states = np.asarray(cache.state_BNKV)
     assert np.all(states == states[:1])
     assert np.abs(states[0]).max() > 0.1
 
 
+def test_kernel_equals_plain_rule_after_random_rejections():
+    plain, kernel = (jax.tree.leaves(read_in_random_calls(form, 3, (6,))) for form in MIX)
+    for ours, theirs in zip(kernel, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
 def test_long_prompt_is_scanned_by_chunks():
-    inputs = jnp.zeros((1, SHAPE.num_key_heads, 2048, SHAPE.input_size))
+    inputs = jnp.zeros((1, SHAPE.num_key_heads, 2048, PARTS))
     cache, at_B = RecurrentCache.empty(1, SHAPE, jnp.float32), jnp.zeros(1, jnp.int32)
-    program = str(jax.make_jaxpr(layer())(inputs, at_B, cache, jnp.array([2048])))
+    read = functools.partial(mix, CONFIG)
+    program = str(jax.make_jaxpr(read)(inputs, at_B, vectors(), cache, jnp.array([2048])))
     steps = [int(length) for length in re.findall(r"\blength=(\d+)", program)]
     assert 2048 // CHUNK <= max(steps) <= (2048 + HELD) // CHUNK
     assert "while[" not in program

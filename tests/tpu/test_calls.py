@@ -13,6 +13,7 @@ from specsamp.models import products
 from specsamp.models.compiling import ON_TPU
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import dequantise, is_int8
+from specsamp.models.kernels import delta_step
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.tpu import schedules
 from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
@@ -168,11 +169,15 @@ def test_int8_cache_is_read_without_conversion():
 
 
 def test_hybrid_prompt_is_lowered_with_its_length():
-    """A call whose tokens may be removed reads fewer tokens than a call of a prompt."""
-    recurrent = dataclasses.replace(RECURRENT, num_key_heads=4, num_value_heads=8)
+    """A call whose tokens may be removed reads few tokens, in a kernel."""
+    sizes = dict(num_key_heads=4, num_value_heads=8, key_size=128, value_size=128)
+    recurrent = dataclasses.replace(RECURRENT, **sizes)
     config = hybrid(num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=64, recurrent=recurrent)
-    made = programs(config)
-    assert made.call(made.target, 128, is_prompt=True).as_text()
+    for in_int8 in (None, "int8"):
+        config = dataclasses.replace(config, weight_dtype=in_int8)
+        made = programs(config, kernels=PallasKernels())
+        assert delta_step.NAME in made.call(made.target, 3).as_text()
+        assert delta_step.NAME not in made.call(made.target, 128, is_prompt=True).as_text()
     with pytest.raises(ValueError, match="give lengths_B"):
         made.call(made.target, 128)
 

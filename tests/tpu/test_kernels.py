@@ -19,6 +19,7 @@ from specsamp.tpu.hlo import Array, Instruction
 from specsamp.tpu.kernels import (
     COUNTS,
     count_attention,
+    count_delta,
     count_experts,
     count_rows,
     count_small,
@@ -72,6 +73,9 @@ def test_kernel_traffic_follows_from_shapes():
     assert written == 2 * 8 * (64 * 128 + 256 * 4), "two tiles of 32 slots, and of 128 scales"
     stream = array(1, 160, 8192)
     assert count_small(call(stream), [stream], 1.0) == (stream.bytes, stream.bytes, 5)
+    delta = [array(3, 4, 1024), array(3, 8, 128, 128), array(3, 4, 67, 516), array(3)]
+    moved = sum(x.bytes for x in delta)
+    assert count_delta(call(*delta), delta, 1.0) == (moved, moved, 3 * 4), "of three sequences"
     matrices, x = [array(16, 512, 2048)] * 3, array(2, 2048)
     read, written, steps = count_experts(
         call(x, scope=TWO_OF_SIXTEEN), [x, array(2, 16, in_hbm=False), *matrices], 1.0

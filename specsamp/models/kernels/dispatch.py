@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import validate
 from specsamp.models.cache import LayerCache
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import (
@@ -29,9 +29,11 @@ from specsamp.models.kernels.common import (
     stream_steps,
 )
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
+from specsamp.models.kernels.delta_step import delta_step
 from specsamp.models.kernels.expand_rows import expand_rows
 from specsamp.models.kernels.mix_experts import mix_experts, part_width
 from specsamp.models.positions import align_distances
+from specsamp.models.recurrent import RecurrentCache
 from specsamp.models.visibility import Visibility
 
 Array = jax.Array
@@ -207,6 +209,42 @@ class PallasKernels(Kernels):
         device, ``[R, D]`` float32.
         """
         return mix_experts(config, x_RD, logits_RE, stacked, first, interpret=self.interpret)
+
+    def take_delta(self, shape: RecurrentConfig) -> bool:
+        """Returns whether a kernel does steps of the gated delta rule; each device has the value
+        heads of its key heads.
+        """
+        fits = shape.key_size % LANES == shape.value_size % LANES == 0
+        if self.layout is not None:
+            counts = shape.num_key_heads, shape.num_value_heads
+            specs = [self.layout.spec(PartitionSpec("kv_heads"), (count,)) for count in counts]
+            fits &= specs[0] == specs[1]
+        if not fits:
+            say_once(f"the gated delta rule is not a kernel for {shape}")
+        return fits
+
+    def step_delta(
+        self,
+        config: TransformerConfig,
+        x_BMTX: Array,
+        start_B: Array,
+        vectors: tuple[Array, Array, Array],
+        cache: RecurrentCache,
+    ) -> tuple[Array, RecurrentCache]:
+        """Computes `specsamp.models.recurrent.mix`, and writes the cache in place."""
+        step = functools.partial(delta_step, config, interpret=self.interpret)
+        if self.layout is not None:
+            heads = self.layout.spec(PartitionSpec("kv_heads"), x_BMTX.shape[1:2])
+            of_cache = PartitionSpec(None, *heads)
+            of_all = of_cache, of_cache, PartitionSpec()
+            in_specs = of_cache, PartitionSpec(), (heads, heads, PartitionSpec()), of_all
+            out_specs = PartitionSpec(None, None, *heads), *of_all
+            step = self.layout.per_device(step, in_specs, out_specs)
+        *vectors, scale_V = vectors
+        arrays = cache.state_BNKV, cache.inputs_BMWX, cache.position_B
+        mixed_BTX, *arrays = step(x_BMTX, start_B, (*vectors, scale_V[None]), arrays)
+        names = "state_BNKV", "inputs_BMWX", "position_B"
+        return mixed_BTX, dataclasses.replace(cache, **dict(zip(names, arrays, strict=True)))
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> PallasKernels | None:
