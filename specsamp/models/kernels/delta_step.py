@@ -87,7 +87,8 @@ def _kernel(
     group, before = shape.num_value_heads // shape.num_key_heads, shape.taps - 1
     mixed = 2 * keys + group * size  # columns of the convolution
     length = x.shape[2]
-    count = -(-(HELD + length) // TILE) * TILE  # of the held tokens, in whole registers
+    # Of the held tokens, for any T, since sums over other sizes round differently.
+    count = -(-(HELD + REWIND + 1) // TILE) * TILE
     rows = HELD + CHUNK + TILE  # as many, and those before
     row = pl.program_id(1)
     start = start_B[row]
