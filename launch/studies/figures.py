@@ -295,7 +295,7 @@ def domains(*documents: Document) -> Table:
             row = rows.setdefault(domain, {"domain": domain})
             for one in as_json(tabulate(of_domain, "plain")):
                 if one["counts"]["drafted"] and one["exact"]:
-                    drafter = one["name"].split(", ")[1]
+                    drafter = one["name"].partition(", ")[2]
                     row[f"{drafter}, T = {temperature:g}"] = (
                         f"{one['counts']['by_position'][0]:.2f}; "
                         f"{one['counts']['emitted_per_round']:.2f}; {one['speedups'][0]:.2f}x"
