@@ -92,7 +92,7 @@ def tracked_bytes():
 
 def clone_error():
     """Returns the larger relative error, in percent, of the README's sizes of a clone; 0 in a
-    shallow clone, which does not have old versions.
+    shallow or a filtered clone, which does not have old versions.
     """
 
     def git(*words):
@@ -101,7 +101,8 @@ def clone_error():
     def megabytes(*of):
         return int(git("rev-list", "--disk-usage", "--objects", *of)) / 1e6
 
-    if git("rev-parse", "--is-shallow-repository") == "true":
+    settings = git("config", "--list")
+    if git("rev-parse", "--is-shallow-repository") == "true" or ".promisor=true" in settings:
         return 0.0
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"(\d+) MB instead of (\d+)", readme)

@@ -331,10 +331,9 @@ STUDY = Study(
             ["python_pair_grid"],
             lambda grid: grid_table("Best draft lengths", grid["cells"], best=True),
         ),
-        **{
-            name: Published([name], lambda one: grid_table("A window", one["cells"]))
-            for name in ("python_window", "smollm2_window_2k")
-        },
+        "python_window": Published(
+            ["python_window"], lambda one: grid_table("A window", one["cells"])
+        ),
         "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
         "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
         "humaneval": Published(

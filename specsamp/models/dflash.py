@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.models.attention import Attention
-from specsamp.models.cache import KERNEL_SLOTS, LayerCache
+from specsamp.models.cache import LayerCache
 from specsamp.models.heads import Head, HeadConfig, HeadModule
 from specsamp.models.interface import Kernels, LayeredModel
 from specsamp.models.modules import FeedForward, Norm, weight
@@ -265,8 +265,7 @@ class BlockHead(Head):
     config: BlockConfig
 
     def init_cache(self, batch: int, slots: int) -> Caches:
-        """Returns an empty cache for each layer; with kernels, of whole blocks of slots."""
-        slots += 0 if self.kernels is None else -slots % KERNEL_SLOTS
+        """Returns an empty cache for each layer."""
         caches = tuple(self._empty_layer(batch, slots) for _ in range(self.config.layer.num_layers))
         return self.layout.place_cache(self.cache_axes(), caches)
 

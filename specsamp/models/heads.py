@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import CACHES, KVCache, LayerCache
+from specsamp.models.cache import CACHES, KERNEL_SLOTS, KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
@@ -108,17 +108,24 @@ class HeadConfig:
         """Returns the head of this shape."""
         return FeatureHead(self)
 
-    def begin(self, params: Any, output_UD: Array, final_norm: Any) -> Any:
+    def begin(self, params: Any, output_UD: Array, scale_D: Array | None) -> Any:
         """Returns the initial parameters for training, from random parameters, and for the head's
-        tokens the target's output matrix with the norm in front of it.
+        tokens the target's output matrix with the scale of the norm in front of it.
 
-        The norm is halved: as it is, features that mean nothing yet would give confident logits,
+        The scale is halved: as it is, features that mean nothing yet would give confident logits,
         and these the largest gradients.
+
+        Args:
+          scale_D: the factor of the target's last norm; None: the head has another kind of norm,
+            and keeps its own.
         """
         if not self.own_output or self.target_width != self.layer.width:
             return params
-        of_target = {"output": output_UD, "final_norm": jax.tree.map(lambda x: x / 2, final_norm)}
-        return params | {name: of_target[name] for name in of_target if name in params}
+        params = params | {"output": output_UD}
+        if scale_D is None or "final_norm" not in params:
+            return params
+        scale_D = scale_D / 2 - float(self.layer.norm_offset)
+        return params | {"final_norm": params["final_norm"] | {"scale": scale_D}}
 
     def is_read_by_a_step(self, name: str) -> bool:
         """Returns whether drafting a token multiplies by the top-level parameter ``name``."""
@@ -342,8 +349,9 @@ class Head:
                 )
 
     def _empty_layer(self, batch: int, slots: int) -> LayerCache:
-        """Returns the empty cache of a layer."""
+        """Returns the empty cache of a layer; with kernels, of whole blocks of slots."""
         layer, (kind, kernels) = self.config.layer, self._kind_of_cache
+        slots += 0 if kernels is None else -slots % KERNEL_SLOTS
         shape = batch, layer.num_kv_heads, slots, layer.head_size
         return kind.zeros(*shape, layer.compute_dtype, kernels)
 

@@ -105,7 +105,7 @@ class MedusaConfig(HeadConfig):
         super().__post_init__()
         validate.integer("num_heads", self.num_heads, 1)
 
-    def begin(self, params: Any, output_UD: jax.Array, final_norm: Any) -> Any:
+    def begin(self, params: Any, output_UD: jax.Array, scale_D: jax.Array | None) -> Any:
         """Returns the parameters with the target's output matrix in every head."""
         if not self.own_output:
             return params

@@ -186,8 +186,12 @@ class TrainHead(Task):
         output_UD = of_target.get(OUTPUT_EMBEDDING, of_target["embedding"])
         if teacher_params[DRAFT_IDS] is not None:
             output_UD = output_UD[teacher_params[DRAFT_IDS]]
-        ends = optax.tree.cast((output_UD, of_target["final_norm"]), jnp.float32)
-        return self.head.config.begin(params, *ends)
+        shape, scale_D = self.target.config, None
+        if shape.norm == self.head.config.layer.norm:
+            scale_D = of_target["final_norm"]["scale"].astype(jnp.float32) + float(
+                shape.norm_offset
+            )
+        return self.head.config.begin(params, output_UD.astype(jnp.float32), scale_D)
 
     def param_axes(self):
         return without_ids(self.head.param_axes())

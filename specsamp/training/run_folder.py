@@ -34,6 +34,9 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
     if (storage.place(folder) / "run.json").exists():
         now = json.loads(json.dumps(config))
         before = read_config(folder) | {name: now.get(name) for name in changeable}
+        for part in ("train", "policy", "draft"):
+            if isinstance(before.get(part), dict):  # earlier runs have no such field
+                before[part] = {"optimizer": "adamw"} | before[part]
         if different := storage.differences(before, now):
             raise ValueError(
                 f"{folder} holds a run with another configuration: {'; '.join(different)}. "

@@ -38,8 +38,9 @@ class TrainConfig:
 
     Attributes:
       optimizer: "adamw"; or "muon" (Jordan et al., 2024), which gives matrices an update whose
-        singular values are equal, of the size that AdamW's has (arXiv 2502.16982), and leaves
-        scales and the rows of the vocabulary to AdamW.
+        singular values are nearly equal and whose entries are as large as AdamW's on average (arXiv
+        2502.16982). Its momentum is 0.95; biases, scales and the rows of the vocabulary are left to
+        Adam, without weight decay.
     """
 
     steps: int
@@ -118,10 +119,10 @@ def is_spec(x: Any) -> bool:
 
 
 def muon_matrix(axes: PartitionSpec) -> optax.contrib.MuonDimensionNumbers | None:
-    """Returns the axes of a parameter's matrices, its last two; None for scales and rows of the
-    vocabulary.
+    """Returns the axes of a parameter's matrices, its last two; None for biases, scales and rows of
+    the vocabulary.
     """
-    if len(axes) < 2 or "vocab" in axes:
+    if len(axes) < 2 or "vocab" in axes or "embed" not in axes:
         return None
     return optax.contrib.MuonDimensionNumbers(len(axes) - 2, len(axes) - 1)
 

@@ -120,6 +120,7 @@ test_refused_early_exits = refused_calls(
     {
         "not the pair's target": lambda: generate(pair_of("learned"), TEXTS, 4, drafter=make()),
         "exit_layer .*below 3; got 0": lambda: make(exit_layer=0),
+        "exit_layer .*below 3; got 3": lambda: make(exit_layer=3),
         "K .*>= 1.*got 0": lambda: make(K=0),
         "window .*below 3; got 3": lambda: make(window=3),
         "LayeredModel; got TableLM": lambda: make(model=TableLM(3)),

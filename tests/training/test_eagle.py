@@ -218,12 +218,20 @@ def test_medusa_head_learns_from_its_own_offset(target_params):
         assert all(np.allclose(small, 0.5**i * large, atol=1e-6) for small, large in pairs)
 
 
-def test_reduced_heads_begin_with_rows_of_the_target(target_params):
-    """Chosen by the ids; the norm in front of them is halved."""
-    task = TrainHead(head=REDUCED, target=TARGET, test_steps=1)
+@pytest.mark.parametrize("of_target", ({}, {"norm": "layer"}, {"norm_offset": True}), ids=str)
+def test_reduced_heads_begin_with_rows_of_the_target(of_target):
+    """Chosen by the ids; the factor of the norm in front of them is halved, if both norms are of
+    one kind.
+    """
+    target = TransformerLM(dataclasses.replace(TARGET.config, **of_target))
+    target_params = drawn_params(target)
+    task = TrainHead(head=REDUCED, target=target, test_steps=1)
     params = task.init(KEY, task.teacher(target_params, IDS))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, task.init(KEY))
     assert_array_equal(params["output"], target_params["embedding"][IDS])
-    assert_array_equal(params["final_norm"]["scale"], target_params["final_norm"]["scale"] / 2)
+    scale = target_params["final_norm"]["scale"] + float("norm_offset" in of_target)
+    halved = 1.0 if "norm" in of_target else scale / 2
+    assert_allclose(params["final_norm"]["scale"], halved)
 
 
 def medusa_losses(target_params, mesh):

@@ -377,6 +377,7 @@ test_refused_trainers = refused_calls(
     {
         "train.steps must be an integer >= 1 .*; got 0": lambda: make_config(steps=0),
         "train.batch 8 is no multiple of train.microbatches 3": lambda: make_config(microbatches=3),
+        "train.seed must be .*; got 4294967296": lambda: make_config(seed=2**32),
         "train.warmup_steps must be .* below 12; got 12": lambda: make_config(warmup_steps=12),
         "learning_rate must be a number above 0; got 0.0": lambda: make_config(learning_rate=0.0),
         "train.beta2 must be a number from 0 to 1; got 1.5": lambda: make_config(beta2=1.5),
