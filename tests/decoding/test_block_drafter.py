@@ -24,6 +24,7 @@ from specsamp import (
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights, gather_tokens
+from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.sampling.rng import RoundKeys, row_keys
 from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, prefill
@@ -203,10 +204,10 @@ def test_a_token_is_not_dropped_for_its_value(drafter, expected):
     assert abs(1 - run.emitted(1).mean() - expected) < 0.01
 
 
-def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL):
+def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL, target=LayeredTable(V), **options):
     """Returns the first draft of fifty samples of a prompt."""
-    target = LayeredTable(V)
-    loop = Loop(target=target, drafter=BlockDrafter(target, head, K), rule=TokenRule())
+    drafter = BlockDrafter(target, head, K, **options)
+    loop = Loop(target=target, drafter=drafter, rule=TokenRule())
     state = prefill(loop, TARGET, weights_of(head), [[*prompt]], 9, sampling, samples=50, slots=20)
     return loop.draft(Weights(target=TARGET, draft=weights_of(head)), state.request, state)[0]
 
@@ -216,6 +217,26 @@ def test_one_token_prompt_has_no_first_draft():
     assert (draft_of(block(V), 3, [1]).num_drafted_B == 0).all() and (
         draft_of(block(V), 3, [1, 2]).num_drafted_B == 3
     ).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnTPU(LayeredTable):
+    """Its kernels compute in Pallas's interpreter."""
+
+    kernels: PallasKernels = PallasKernels(interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ((1,), (2, 0, 1, 1)), ids=str)
+def test_independent_tokens_drawn_at_once_are_the_same(prompt):
+    """With kernels a block is drawn in one call, without them position by position."""
+    at_once, one_by_one = (
+        draft_of(dspark(V), 3, prompt, target=target, law="marginals")
+        for target in (OnTPU(V), LayeredTable(V))
+    )
+    assert (at_once.num_drafted_B == one_by_one.num_drafted_B).all()
+    assert (at_once.tokens_BK == one_by_one.tokens_BK).all()
+    assert jnp.allclose(at_once.log_probs_BRV, one_by_one.log_probs_BRV, atol=1e-5)
 
 
 @pytest.mark.slow
