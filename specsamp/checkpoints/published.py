@@ -1,6 +1,6 @@
 """Reads published.json: the ``config.json`` of public models, so that plans and compile reports
-need no download; and published_heads.json: that of public heads, with the tensors that say which
-parts they have.
+need no download; and published_heads.json: shapes of public heads, put together from what their
+authors state, with the tensors that say which parts they have.
 """
 
 import pathlib

@@ -256,7 +256,8 @@ class TrainHead(Task):
     def _add_up(self, compare: Callable[..., Any], parts: Any) -> Any:
         """Returns the sums of ``compare`` over parts, which are in memory one at a time."""
         if self.chunk is not None:
-            # What is kept of the target spares its logits of the whole vocabulary a second time.
+            # Kept for the gradient, which would compute the target's logits of the whole vocabulary
+            # again for this alone.
             policy = jax.checkpoint_policies.save_only_these_names(COUNTED)
             compare = jax.checkpoint(compare, policy=policy)
         sums = jax.lax.map(lambda part: compare(*part), parts)

@@ -229,7 +229,7 @@ class OnTPU(LayeredTable):
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ((1,), (2, 0, 1, 1)), ids=str)
 def test_independent_tokens_drawn_at_once_are_the_same(prompt):
-    """With kernels a block is drawn in one call, without them position by position."""
+    """A block is drawn in one call with kernels, position by position without."""
     at_once, one_by_one = (
         draft_of(dspark(V), 3, prompt, target=target, law="marginals")
         for target in (OnTPU(V), LayeredTable(V))

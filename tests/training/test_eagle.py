@@ -220,9 +220,7 @@ def test_medusa_head_learns_from_its_own_offset(target_params):
 
 @pytest.mark.parametrize("of_target", ({}, {"norm": "layer"}, {"norm_offset": True}), ids=str)
 def test_reduced_heads_begin_with_rows_of_the_target(of_target):
-    """Chosen by the ids; the factor of the norm in front of them is halved, if both norms are of
-    one kind.
-    """
+    """Compares the rows of the ids, and half of the norm's factor; another kind of norm stays."""
     target = TransformerLM(dataclasses.replace(TARGET.config, **of_target))
     target_params = drawn_params(target)
     task = TrainHead(head=REDUCED, target=target, test_steps=1)
