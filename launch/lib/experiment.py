@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields, PublicNames
-from launch.lib.shapes import known_models
+from launch.lib.own_code import is_own
+from launch.lib.shapes import is_model, known_models
 from specsamp import Method, Pair, Rule, TransformerLM, storage, validate
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.architectures import parse_config
@@ -108,8 +110,9 @@ def build(
     # Also of a drafter that --grid or --methods names.
     if config.exit_layer is not None and "target" in known:
         validate.integer("--config.exit_layer", config.exit_layer, 1, known["target"].num_layers)
-    # Heads in files are checked when opened.
-    if "target" in known and ("draft" in known or word.draft not in HEADS):
+    # Heads, and unknown drafts of own code, are checked when opened.
+    late = word.draft in HEADS or is_own(config.drafter)
+    if "target" in known and ("draft" in known or not late):
         # Refuses drafters that do not fit the target.
         drafter = config.make_drafter(known["target"], known.get("draft"))
         config.adaptive.make(drafter)
@@ -160,13 +163,17 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     """Reads the models of configs/hf.py; prints a line for every gigabyte and every difference of
-    the two.
+    the two. A draft is read only if the drafter, or own code, may use it.
     """
-    console, names = entry.make_console(stderr=True), config.hugging_face
+    console, names, word = entry.make_console(stderr=True), config.hugging_face, config.word
+    draft, is_head = names.draft, word.draft in HEADS
+    if not word.draft:
+        draft = draft if is_own(config.drafter) else ""
+        is_head = bool(draft) and not is_model(storage.read_json(config_path(draft)))
     return read_pair(
         names.target,
-        names.draft or None,
-        is_head=config.word.draft in HEADS,
+        draft or None,
+        is_head=is_head,
         other_vocabulary=names.other_vocabulary,
         dtype=names.dtype,
         int8=config.int8.sides,
@@ -283,10 +290,15 @@ def read_kv_heads(names: PublicNames | None) -> int | None:
     if names is None:
         return None
     try:
-        content = storage.read_json(find_folder(names.target)[0] / "config.json")
+        content = storage.read_json(config_path(names.target))
         return parse_config(names.target, content, names.dtype)[1].kv_heads_of_all
     except (FileNotFoundError, ValueError):  # reading the target says why
         return None
+
+
+def config_path(name: str) -> epath.Path:
+    """Returns the path of a checkpoint's config.json."""
+    return find_folder(name)[0] / "config.json"
 
 
 def config_mesh(config: ExperimentConfig) -> Mesh | None:

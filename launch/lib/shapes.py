@@ -2,13 +2,16 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from launch.lib.fields import ExperimentConfig, make_model
+from launch.lib.own_code import is_own
 from specsamp import EarlyExitDrafter, TransformerLM, storage
-from specsamp.checkpoints.architectures import parse_config
+from specsamp.checkpoints.architectures import FAMILIES, parse_config
+from specsamp.checkpoints.hub import ASSETS
 from specsamp.checkpoints.public_heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_head
-from specsamp.checkpoints.trained_pair import HEADS
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
@@ -41,12 +44,13 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 
 
 def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadConfig:
-    """Returns the shape of a head in a folder, of a published head or module, or of an EAGLE-3
-    head.
+    """Returns the shape of a head in a folder or in the package, of a published head or module, or
+    of an EAGLE-3 head.
     """
     target = dataclasses.replace(target, **config.int8.sides.of("draft"))
     name = config.hugging_face.draft if config.hugging_face else ""
-    if name and pathlib.Path(name, "config.json").expanduser().is_file():
+    folders = (pathlib.Path(name).expanduser(), ASSETS / name) if name else ()
+    if any((folder / "config.json").is_file() for folder in folders):
         return open_head(name, target, dtype=target.dtype).config
     return published_head(name, target) or eagle3_of(target)
 
@@ -63,15 +67,20 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
             for side, shape in fields.items()
             if shape is not None
         }
-    models = {}
-    for side in ("target",) if config.word.draft in HEADS else ("target", "draft"):
+    models, is_free = {}, is_own(config.drafter)  # to read any draft, or none
+    for side in ("target", "draft") if config.word.draft == "model" or is_free else ("target",):
         name = getattr(config.hugging_face, side)
         path = pathlib.Path(name, "config.json").expanduser()
         content = storage.read_json(path) if name and path.is_file() else CONFIGS.get(name)
-        if content is not None:
+        if content is not None and (not is_free or is_model(content)):
             shape = parse_config(name, content, config.hugging_face.dtype)[1]
             models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
     return models
+
+
+def is_model(content: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json describes a language model, not a head."""
+    return any(str(name) in FAMILIES for name in content.get("architectures") or ())
 
 
 def target_and_draft(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:

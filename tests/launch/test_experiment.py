@@ -285,6 +285,22 @@ def test_commands_check_heads_and_write_conversations(folder, head, tmp_path, ca
     assert "of the head's first tokens are accepted" in said and "THE HEAD DOES NOT FIT" in said
 
 
+@pytest.mark.slow
+def test_only_drafters_with_drafts_read_a_head(folder, head, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from specsamp import NgramDrafter\n"
+        "def Mine(K, head): return NgramDrafter(K if head else 1)\n"
+    )
+    config = load_config(f"configs/hf.py:{folder},{head}")
+    config.update({"drafter": "ngram", "draft_length": 2})
+    config.hugging_face.dtype = "float32"
+    built = experiment.build(ExperimentConfig.from_config_dict(config))
+    assert built.pair.head is None and built.pair.draft is None
+    config.drafter = f"{tmp_path / 'mine.py'}:Mine(K, draft)"
+    built = experiment.build(ExperimentConfig.from_config_dict(config))
+    assert built.pair.head is not None and built.method.drafter.K == 2
+
+
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     succeed("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
     assert open_checkpoint(tmp_path / "orbax").is_converted
