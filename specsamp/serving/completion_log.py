@@ -147,11 +147,14 @@ class CompletionLog:
 
 
 def _read(path: epath.Path) -> list[str]:
-    """Returns the complete lines of a file; none if the file does not exist."""
+    """Returns the complete lines of a file; none if the file does not exist or is empty.
+
+    The first line of a log is never incomplete, so a text without a line break is another file.
+    """
     if not path.exists():
         return []
-    *lines, _ = storage.read_text(path).split("\n")
-    return lines
+    *lines, last = storage.read_text(path).split("\n")
+    return lines or [last] * bool(last)
 
 
 def _parse(path: epath.Path, line: str, number: int) -> tuple[str, Completion]:

@@ -166,6 +166,7 @@ def test_the_log_of_another_call_is_refused(tmp_path):
     damaged = content.replace('"prompt_index": 3', '"prompt_index": 99')
     for written, message in (
         ("no log\n", "is no file of completions"),
+        ("no log, and no line break", "is no file of completions"),
         (
             f'{content.splitlines()[0]}\n{{"text": "a"}}\n',
             "line 2 is no completion .*remove the line",
@@ -175,6 +176,7 @@ def test_the_log_of_another_call_is_refused(tmp_path):
         path.write_text(written)
         with pytest.raises(ValueError, match=message):
             queue(log=CompletionLog(path, {"weights": "a"}))
+        assert path.read_text() == written
 
 
 def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
