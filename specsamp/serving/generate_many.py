@@ -167,8 +167,7 @@ class Queue(Iterator[Completion]):
         ``asked`` has the sampling requests of the requests; grammars live as long as these.
         """
         self._asked = asked
-        self._learner = learner
-        self._engine, self.batch, self._log, self.usage = engine, batch, log, batch.usage
+        self.batch, self.usage = batch, batch.usage
         known = {} if log is None else dict(log.completions)
         self.known = len(known)
         batch.scheduler.waiting += [
@@ -181,7 +180,9 @@ class Queue(Iterator[Completion]):
             entry.priority = owner.priority
         if owners:
             batch.scheduler.sort()
-        self._completions = self._decode(list(known.values()))
+        # Without the queue, so that a queue that is dropped frees its rows and its log at once.
+        self._work = _Work(engine=engine, batch=batch, log=log, learner=learner)
+        self._completions = self._work.decode(list(known.values()))
 
     def __next__(self) -> Completion:
         return next(self._completions)
@@ -194,26 +195,37 @@ class Queue(Iterator[Completion]):
     def close(self) -> None:
         """Ends the queue before all prompts are decoded; the log keeps its completions."""
         self._completions.close()
-        self._free()
+        self._work.free()
 
-    def _free(self) -> None:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Decodes the texts of a queue; the fields are arguments of `Queue`."""
+
+    engine: Engine
+    batch: Batch
+    log: CompletionLog | None
+    learner: Learner | None
+
+    def free(self) -> None:
+        """Frees the memory of the rows, and unlocks the log."""
         self.batch.free()
-        if self._log is not None:
-            self._log.close()
+        if self.log is not None:
+            self.log.close()
 
     def _text(self, state: DecodeState, row: int, entry: Entry) -> RowText:
-        return self._engine.text(state, row, entry.request)
+        return self.engine.text(state, row, entry.request)
 
     def _completion(self, request: Request, text: RowText) -> Completion:
         """Returns the result of a text that has ended."""
-        completion = Completion.of(request, text, self._engine.method)
-        if self._learner is None:
+        completion = Completion.of(request, text, self.engine.method)
+        if self.learner is None:
             return completion
         return dataclasses.replace(
-            completion, row_independent=self._engine.method.rule.draft_independent
+            completion, row_independent=self.engine.method.rule.draft_independent
         )
 
-    def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
+    def decode(self, ended: list[Completion]) -> Iterator[Completion]:
         """Yields the completions of the log, then decodes the missing ones step by step."""
         batch, read = self.batch, []
         try:
@@ -227,18 +239,18 @@ class Queue(Iterator[Completion]):
                 is_running = any(batch.table.entries)
                 if is_running:
                     batch.run()
-                for completion in ended if self._log is not None else ():  # the device is at work
-                    self._log.add(completion)
+                for completion in ended if self.log is not None else ():  # the device is at work
+                    self.log.add(completion)
                 yield from ended
                 for tokens in read:
-                    batch.learn(self._learner, tokens)
+                    batch.learn(self.learner, tokens)
                 ended, read = [], []
                 if not is_running:
                     return
                 for entry, text in batch.collect(self._text):
                     if text.finish != Finish.RUNNING:
                         ended.append(self._completion(entry.request, text))
-                        if self._learner is not None:
+                        if self.learner is not None:
                             read.append((*entry.request.prompt, *text.tokens))
         finally:
-            self._free()
+            self.free()
