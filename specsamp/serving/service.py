@@ -183,10 +183,10 @@ class Service:
         if jax.process_index() > 0:
             raise ValueError("process 0 accepts all requests: send this one there")
         count = len(request.prompts) * request.num_samples
-        if count > self.capacity:
+        most = min(self.capacity, self.max_per_client)  # more would be busy for ever
+        if count > most:
             raise ValueError(
-                f"the request needs {count} completions; the limit is {self.capacity}: request "
-                "fewer"
+                f"the request needs {count} completions; the limit is {most}: request fewer"
             )
         self._check_room(count, request.client)  # before prompts are encoded, which takes time
         number = next(self._numbers) if self._is_shared else None

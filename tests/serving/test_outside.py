@@ -242,4 +242,6 @@ def test_a_client_has_no_more_than_its_places():
         submit(made, ["ab"], 4, client=client, deliver=print)
     with pytest.raises(Busy, match="you have 2 completions in progress; the limit per client is 2"):
         submit(made, ["ab"], 4, client="a", deliver=print)
+    with pytest.raises(ValueError, match="needs 3 completions; the limit is 2: request fewer"):
+        submit(made, ["ab"] * 3, 4, client="c", deliver=print)  # Busy would be for ever
     made.close()
