@@ -70,3 +70,13 @@ class SamplingRequest:
         validate.integer("min_tokens", self.min_tokens, 0)
         validate.integer("num_samples", self.num_samples, 1)
         validate.integer("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY + 1)
+        for name in ("ignore_eos", "is_streamed", "is_scored"):
+            validate.switch(name, getattr(self, name))
+        validate.instance("client", self.client, str, "'ann'")
+        if self.grammar is not None and (
+            not isinstance(self.grammar, tuple) or len(self.grammar) != 2
+        ):
+            raise ValueError(
+                "grammar must be a tuple of kind and source, such as ('regex', '[a-z]+'); got "
+                f"{self.grammar!r:.200}"
+            )

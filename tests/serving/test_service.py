@@ -128,6 +128,9 @@ def test_impossible_request_is_refused_without_a_place(service):
             "the request needs 7 completions; the limit is 6: request fewer",
         ),
         (dict(prompts="ab"), "prompts must be a list; got 'ab'"),
+        (dict(prompts=["a"], ignore_eos="no"), "ignore_eos must be True or False; got 'no'"),
+        (dict(prompts=["a"], client=["ann"]), r"client must be a str, such as 'ann'; got \['ann'"),
+        (dict(prompts=["a"], grammar="[a-z]+"), "tuple of kind and source, .*; got '\\[a-z"),
     ):
         with pytest.raises(ValueError, match=message):
             Caller(service, **given)
