@@ -156,7 +156,7 @@ class Endpoint:
     async def tokenize(self, request: Request) -> Response:
         """Replies with the token ids of a text or of a chat, as a completion would read them."""
         self._check_key(request)
-        asked = read_fields(TokenizeRequest, parse_body(await self._body(request)))
+        asked = read_fields(TokenizeRequest, parse_body(await self._body(request)), self.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("give a prompt or messages", param="prompt")
         prompt = (
@@ -172,7 +172,7 @@ class Endpoint:
     async def detokenize(self, request: Request) -> Response:
         """Replies with the text of token ids."""
         self._check_key(request)
-        asked = read_fields(DetokenizeRequest, parse_body(await self._body(request)))
+        asked = read_fields(DetokenizeRequest, parse_body(await self._body(request)), self.model)
         (tokens,) = await run_in_threadpool(self._call, encode, self.service.pair, [asked.tokens])
         return _reply({"prompt": self.service.pair.tokenizer.decode(tokens)})
 

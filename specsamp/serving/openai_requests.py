@@ -460,12 +460,18 @@ class DetokenizeRequest(_Fields):
     tokens: Tokens = Field(description="a list of token ids")
 
 
-def read_fields(kind: type[_Fields], document: Any) -> Any:
-    """Returns the checked fields of a document; raises `ApiError`."""
+def read_fields(kind: type[_Fields], document: Any, model: str) -> Any:
+    """Returns the checked fields of a document; raises `ApiError`, also if they name another model
+    than ``model``.
+    """
     try:
-        return kind.model_validate(document)
+        request = kind.model_validate(document)
     except ValidationError as error:
         raise _refusal(kind, document, error) from error
+    if request.model not in (None, model):
+        message = f"the model {repr(request.model)} is not served here: ask for {model!r}"
+        raise ApiError(message, param="model", status=404, code="model_not_found")
+    return request
 
 
 def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionRequest | ChatRequest:
@@ -479,12 +485,8 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
       ApiError: naming the field, the value and the fix.
     """
     kind = ChatRequest if is_chat else CompletionRequest
-    request = read_fields(
-        kind, _without_ignored(kind, document) if isinstance(document, dict) else document
-    )
-    if request.model not in (None, model):
-        message = f"the model {repr(request.model)} is not served here: ask for {model!r}"
-        raise ApiError(message, param="model", status=404, code="model_not_found")
+    fields = _without_ignored(kind, document) if isinstance(document, dict) else document
+    request = read_fields(kind, fields, model)
     if request.stream_options is not None and not request.stream:
         raise ApiError(
             "stream_options are of streams: leave them out, or set stream", param="stream_options"

@@ -197,6 +197,7 @@ def test_stop_tokens_budgets_and_tokens(client, server, service):
     assert post(server, "/detokenize", {"tokens": [104, 105]})[2] == {"prompt": "hi"}
     for path, asked in ("/tokenize", {}), ("/detokenize", {"tokens": [-1]}):
         assert post(server, path, asked)[0] == 400
+    assert post(server, "/tokenize", {"prompt": "a", "model": "gpt-5"})[0] == 404
     wait_until(lambda: service.unfinished == 0)
 
 
