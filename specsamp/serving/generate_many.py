@@ -13,7 +13,7 @@ from typing import Unpack
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.engine import Engine, context_of
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
@@ -127,9 +127,8 @@ def _make_all(
     pair: Pair, method: Method, asked: Sequence[SamplingRequest], learns: bool
 ) -> tuple[Method, list[Request]]:
     """Returns the method and the requests of a service, with prompts numbered over all requests."""
-    context = context_of(pair, method.drafter, "context", None)
     has_grammars = any(one.grammar is not None for one in asked)
-    intake = Intake(pair, method, context=context, has_grammars=has_grammars, learns=learns)
+    intake = Intake(pair, method, context=None, has_grammars=has_grammars, learns=learns)
     requests = []
     count = 0
     for one in asked:

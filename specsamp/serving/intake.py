@@ -10,7 +10,7 @@ import numpy as np
 
 from specsamp import validate
 from specsamp.decoding.drafter import hooks_of
-from specsamp.decoding.engine import Engine, round_slots
+from specsamp.decoding.engine import Engine, context_of, round_slots
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Request, encode, make_requests, make_stops, with_samples
@@ -36,9 +36,12 @@ class Intake:
     """
 
     def __init__(
-        self, pair: Pair, method: Method, *, context: int, has_grammars: bool, learns: bool
+        self, pair: Pair, method: Method, *, context: int | None, has_grammars: bool, learns: bool
     ):
-        """Takes the arguments of `Service`, and whether the draft is updated."""
+        """Takes the arguments of `Service`, and whether the draft is updated.
+
+        Without a context, budgets are those of the requests.
+        """
         self._pair = pair
         self._sampling = method.sampling
         self._context = context
@@ -124,10 +127,15 @@ class Intake:
 
     def _budget(self, asked: SamplingRequest, index: int, length: int) -> int:
         """Returns the budget of a prompt, at most the rest of the context."""
-        room = self._context - length
+        context = self._context
+        if context is None and asked.max_new_tokens is not None:
+            return asked.max_new_tokens
+        if context is None:
+            context = context_of(self._pair, self.method.drafter, "context", None)
+        room = context - length
         if room < 1:
             raise TooLong(
-                f"prompt {index} has {length} tokens, of {self._context} for prompt and text: "
+                f"prompt {index} has {length} tokens, of {context} for prompt and text: "
                 "shorten it"
             )
         return room if asked.max_new_tokens is None else min(asked.max_new_tokens, room)

@@ -19,7 +19,7 @@ class SamplingRequest:
 
     Attributes:
       prompts: as in `generate`.
-      max_new_tokens: of each text; None: up to the end of the context.
+      max_new_tokens: of each text, in a service at most the rest of the context; None: all of it.
       sampling: a warp of the same kinds as the method's, which is the default.
       seed: of the random numbers.
       stop, stop_ids: at most 32 strings and 16 tokens, in addition to the pair's stop tokens.

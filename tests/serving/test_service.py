@@ -89,10 +89,11 @@ def test_served_texts_equal_texts_decoded_alone(service):
     assert service.unfinished == 0
 
 
-def test_queue_of_requests_begins_with_the_smallest_priority():
+def test_queue_of_requests_begins_with_the_smallest_priority(monkeypatch):
+    monkeypatch.setattr("specsamp.decoding.engine.DEFAULT_CONTEXT", 4)  # cuts no given budget
     asked = [sampling_request(["a"], priority=5), sampling_request(["b"], priority=-5)]
     first = next(generate_many(PAIR, asked, rows=1, method=QUEUE))
-    assert first.prompt_index == 1
+    assert first.prompt_index == 1 and len(first.tokens) == 8
 
 
 def test_prompts_of_any_length_up_to_the_context(service):
