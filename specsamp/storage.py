@@ -187,7 +187,7 @@ def is_regular_file(path: str | os.PathLike) -> bool:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Returns the text of a file.
+    """Returns the text of a file, without the byte order mark that some editors begin it with.
 
     Raises:
       FileNotFoundError: the file does not exist.
@@ -198,7 +198,7 @@ def read_text(path: str | os.PathLike) -> str:
     if path.exists() and not is_regular_file(path):
         raise ValueError(f"{path} is no regular file")
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 (byte {error.start})") from error
 

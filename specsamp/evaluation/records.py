@@ -75,7 +75,7 @@ def _parse(path: epath.Path) -> Sequence[tuple[int, Any]]:
     if path.suffix == ".parquet":
         return list(enumerate(_parse_parquet(path, content), 1))
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 (byte {error.start})") from error
     is_list = text.lstrip().startswith("[")

@@ -66,7 +66,7 @@ def write(tmp_path, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_humaneval_counts_passing_completions(write, packed):
     text = lines([ADD, LAST])
-    source = write(gzip.compress(text.encode()), "a.jsonl.gz") if packed else write(text)
+    source = write(gzip.compress(text.encode("utf-8-sig")), "a.jsonl.gz") if packed else write(text)
     task = load_task("humaneval", source, insist=True)
     add, last = task.problems
     assert (add.id, add.prompt, task.stop, task.max_new_tokens) == (

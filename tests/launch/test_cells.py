@@ -104,7 +104,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
 
 
 def test_files_of_prompts(tmp_path):
-    (tmp_path / "a.txt").write_text("def f():\\n  x\r\nclass\fA:\n")
+    (tmp_path / "a.txt").write_text("\ufeffdef f():\\n  x\r\nclass\fA:\n")  # as editors on Windows
     talk = {"messages": [{"role": "user", "content": "a"}], "tools": []}
     (tmp_path / "b.json").write_text(json.dumps({"prompts": [{"text": "x"}, talk]}))
     assert cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class\fA:"]
