@@ -137,10 +137,10 @@ class Talk:
 
     def answer(self, line: str) -> None:
         start, pair = time.perf_counter(), self.experiment.pair
-        pieces = entry.Pieces(pair.tokenizer, [], self.console)
+        pieces = entry.Pieces(pair, [], self.console)
         try:
             (prompt,) = encode(pair, [self.prompt(line)])
-            pieces = entry.Pieces(pair.tokenizer, prompt, self.console)
+            pieces = entry.Pieces(pair, prompt, self.console)
             for chunk in self.chat.stream(prompt, self.experiment.workload.max_new_tokens):
                 written = pieces.add(chunk.tokens, chunk.from_draft, chunk.finish is not None)
                 self.console.print(written, end="")

@@ -152,7 +152,8 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     before_end = itertools.takewhile(lambda token: token not in stops, tokens)
     count = min(len([*before_end]) + 1, len(tokens))
     is_whole = tokens[count - 1] in stops
-    written = entry.Pieces(tokenizer, before, console).add(tokens[:count], drafted[:count], True)
+    pieces = entry.Pieces(experiment.pair, before, console)
+    written = pieces.add(tokens[:count], drafted[:count], True)
     end = Text(" ■ end of file" if is_whole else "", style="bold")
     shown = Text(entry.visible(Continuation(tokenizer).complete(before)), style=entry.PROMPT)
     console.print(Text.assemble(shown, written, end))

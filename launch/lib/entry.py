@@ -33,8 +33,9 @@ from rich.text import Text
 from launch.lib.config import ConfigFlag
 from specsamp import machine, storage
 from specsamp.analysis import report
-from specsamp.decoding.pair import Tokenizer
-from specsamp.decoding.text import Continuation, Stops, TextStream
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import make_stops
+from specsamp.decoding.text import Continuation, TextStream
 from specsamp.jax_names import multihost_utils
 from specsamp.machine import has_tpu
 from specsamp.mesh import distributed
@@ -331,11 +332,10 @@ class Pieces:
       text: the present text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console):
+    def __init__(self, pair: Pair, prompt: Sequence[int], console: Console):
         self.text, self._console = "", console
-        self._stream = TextStream(
-            Continuation(tokenizer, prompt), Stops(frozenset([tokenizer.eos_id]))
-        )
+        # The name of a stop token is no part of a text.
+        self._stream = TextStream(Continuation(pair.tokenizer, prompt), make_stops(pair, None))
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int], from_draft: Sequence[bool], finished: bool) -> Text:

@@ -173,6 +173,9 @@ def test_pieces_are_marked_by_their_writer():
         token_bytes=lambda token, before=None: b"" if (token, before) == space else bytes([token]),
         eos_id=None,
     )
+    pair = types.SimpleNamespace(
+        tokenizer=tokenizer, stop=[ord("!")], target=types.SimpleNamespace(vocab_size=256)
+    )
     plain, coloured = (
         Console(file=io.StringIO(), force_terminal=True, no_color=one, width=80)
         for one in (True, False)
@@ -181,11 +184,12 @@ def test_pieces_are_marked_by_their_writer():
         (plain, " ab⟦c⟧⟦d⟧ef"),
         (coloured, "\x1b[32mb\x1b[0m\x1b[30;43mc\x1b[0m"),
     ):
-        pieces = entry.Pieces(tokenizer, list(b" Hi."), console)
+        pieces = entry.Pieces(pair, list(b" Hi."), console)
         for text, flags in (
             (" abc", [True, True, True, False]),
             ("d", [False]),
-            ("ef", [True, True]),
+            ("ef!", [True, True, False]),  # the name of a stop token is no text
         ):
-            console.print(pieces.add(list(text.encode()), flags, False), end="")
+            new = pieces.add(list(text.encode()), flags, text[-1] == "!")
+            console.print(new, end="")
         assert expected in console.file.getvalue() and pieces.text == " abcdef"
