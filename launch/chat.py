@@ -11,6 +11,7 @@ read, only new ones since caches are kept.
 """
 
 import dataclasses
+import os
 import time
 
 import jax
@@ -25,7 +26,7 @@ from launch.lib.rules import make_rule
 from specsamp import Conversation, use_compilation_cache
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import check_exact
-from specsamp.decoding.request import Prompt, encode
+from specsamp.decoding.request import Prompt, encode, make_stops
 
 _CONFIG = ExperimentFlag("configs/trained_pair.py")
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
@@ -170,11 +171,14 @@ class Talk:
                     {"role": "assistant", "content": turn.answered},
                 ]
             return [*messages, {"role": "user", "content": line}]
-        tokenizer = self.experiment.pair.tokenizer
-        before = self.turns[-1].tokens if self.turns else ()
-        said = [token for token in before if token != tokenizer.eos_id]
+        pair = self.experiment.pair
+        before, ends = self.turns[-1].tokens if self.turns else (), make_stops(pair, None).ids
+        said = [token for token in before if token not in ends]
         # A line break would be half of a token.
-        return [*said, *tokenizer.encode(f"\n{line}" if said else line)]
+        told = pair.tokenizer.encode(f"\n{line}" if said else line)
+        if said:  # it begins with the beginning of the text already
+            told = told[len(os.path.commonprefix([told, pair.tokenizer.encode("")])) :]
+        return [*said, *told]
 
 
 if __name__ == "__main__":

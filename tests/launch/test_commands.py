@@ -162,6 +162,19 @@ def test_messages_of_a_conversation():
     assert [one["role"] for one in messages] == ["system", *("user", "assistant") * 2, "user"]
     told = " ".join(one["content"] for one in messages)
     assert told == "Be brief. Hi Hello. Why? Because. And then?"
+    # Without a template, a line begins with no beginning of text, behind no stop token.
+    tokenizer = types.SimpleNamespace(encode=lambda text: [1, *text.encode()], eos_id=2)
+    pair = types.SimpleNamespace(
+        tokenizer=tokenizer, stop=(2, 3), target=types.SimpleNamespace(vocab_size=256)
+    )
+    for turns, read in (
+        ([], [1, *b"c"]),
+        ([chat.Turn(asked="a", answered="b", tokens=(1, *b"ab", 3))], [1, *b"ab\nc"]),
+    ):
+        talk = types.SimpleNamespace(
+            has_template=False, turns=turns, experiment=types.SimpleNamespace(pair=pair)
+        )
+        assert chat.Talk.prompt(talk, "c") == read
 
 
 def test_pieces_are_marked_by_their_writer():
