@@ -45,6 +45,7 @@ def main() -> None:
     console = entry.make_console()
     if jax.process_count() > 1:
         raise ValueError("a chat runs in one process: leave out --distributed and --coordinator")
+    _CONFIG.refuse_fields(["prompts"], "type them")
     config = _CONFIG.read(["batch", "prompt_length", "repeats"], "a chat decodes one text")
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
@@ -53,7 +54,9 @@ def main() -> None:
     with entry.progress(console, "reading the pair"):
         experiment = build(config, ["def main():"])
     tokenizer = experiment.pair.tokenizer
-    has_template = knows_conversations(tokenizer)
+    # A tuned model also completes texts, if that is set.
+    is_asked = config.chat or "chat" not in _CONFIG.fields_set
+    has_template = is_asked and knows_conversations(tokenizer)
     if _SYSTEM.value and not has_template:
         raise ValueError("--system: this pair has no chat template")
     console.print(headline(experiment))

@@ -112,6 +112,7 @@ _REPLICA = entry.define("replica")
 def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["rule"], "name it in --methods")
+    _CONFIG.refuse_fields(["prompts"], "give --source")
     _CONFIG.refuse_fields(
         ["batch", "prompt_length", "repeats"], "give --rows, --problems and --samples"
     )

@@ -58,6 +58,7 @@ _REQUIRE_EXACT = entry.define("require_exact")
 
 def main() -> None:
     console = entry.make_console()
+    _CONFIG.refuse_fields(["prompts"], "give --prompts")
     config = _CONFIG.read(["batch", "prompt_length", "repeats"], "give --rows and --samples")
     config = config.turned({"batch": _ROWS.value})
     if (_PROMPTS.value is None) == (_CONVERSATIONS.value is None):
