@@ -136,6 +136,7 @@ def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:
     found: dict[int, Prompt] = {}
     for place, record in enumerate(read_records(path, {})):
         where = f"{path}, prompt {place + 1}"
+        record = {name: value for name, value in record.items() if value is not None}
         id = validate.integer(f"{where}: id", record.get("id", place))
         if id in found:
             raise ValueError(f"{where}: id {id} is that of an earlier prompt")
@@ -146,6 +147,8 @@ def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:
             )
         variables = {name: record[name] for name in record if name not in ("id", "prompt")}
         if isinstance(prompt, list):
+            if "prompt" in record:
+                raise ValueError(f"{where}: it has a prompt and messages: leave one out")
             found[id] = variables
         elif variables:
             raise ValueError(f"{where}: a line has id and prompt; got also {', '.join(variables)}")

@@ -11,7 +11,7 @@ PROMPTS = [
     {"prompt": "def f(x):"},
     {"prompt": "x"},
     {"prompt": "return"},
-    {"id": 8, "prompt": "def g(y):"},
+    {"id": 8, "prompt": "def g(y):", "messages": None},
 ]
 
 
@@ -68,6 +68,7 @@ def test_pods_write_the_texts_of_one_run(tmp_path, asked):
         ('{"id": 0, "prompt": "x"}', "prompt 2: id 0 is that of an earlier prompt"),
         ('{"id": "a", "prompt": "x"}', "prompt 2: id must be an integer >= 0"),
         ('{"prompt": "x", "seed": 1}', "prompt 2: a line has id and prompt; got also seed"),
+        ('{"prompt": "x", "messages": [{}]}', "prompt 2: it has a prompt and messages"),
         ('"x"', "line 2: must be a JSON object"),
     ],
 )
