@@ -78,10 +78,13 @@ def test_log_probabilities_of_another_distribution_fail():
     assert check.verdict is Status.FAILED
 
 
-def test_busy_engines_are_asked_again():
+def test_busy_engines_are_asked_again(monkeypatch):
     with engine(most=1, refusals=2) as url:
         drawn = RemoteEngine(url).sample("x", 70, 0)
     assert len(drawn) == 70 and {text for text, _ in drawn} <= set(PAIRS)
+    monkeypatch.setattr("specsamp.evaluation.audit.endpoints.BUSY_SECONDS", 0.0)
+    with engine(refusals=1000) as url, pytest.raises(ValueError, match="refused .'max_tokens'"):
+        RemoteEngine(url).sample("x", 1, 0)  # not for ever
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,7 @@ def test_busy_engines_are_asked_again():
         ({"error": {"message": "no such model"}}, 400, {}, "no such model"),
         ({"choices": [{"text": "a"}]}, 200, {"logprobs": 0}, "returns no logprobs"),
         ({"nothing": 1}, 200, {}, "gave no completion"),
+        ([1], 200, {}, "gave no completion"),
         ({"choices": []}, 200, {}, "returns no choices"),
         ({"choices": [{"text": "aa"}] * 64}, 200, {}, "leaves nothing to chance"),
     ],

@@ -40,6 +40,7 @@ from specsamp.evaluation.audit.subject import Check
 PILOT = 400  # samples of each prompt that find its cells
 AT_ONCE, CHOICES = 8, 64  # requests, and samples per request
 TOO_MANY = 429  # the status of an engine that is too busy
+BUSY_SECONDS = 600.0  # after which a request is given up: its key may have no credit left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +84,18 @@ class RemoteEngine:
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
+        begin = time.monotonic()
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=600) as answer:
                     choices = json.load(answer)["choices"]
                 break
             except urllib.error.HTTPError as error:
-                if error.code != TOO_MANY:
+                if error.code != TOO_MANY or time.monotonic() - begin >= BUSY_SECONDS:
                     told = error.read()[:300].decode(errors="replace")
                     raise ValueError(f"{self.url} refused {sorted(body)}: {told}") from error
                 time.sleep(1)
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, KeyError, ValueError, TypeError) as error:
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
                 raise ValueError(f"{self.url} gave no completion ({reason})") from error
         if not choices:
