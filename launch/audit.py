@@ -91,7 +91,7 @@ def main() -> int:
     if _ENGINE.value is not None:
         return audit_engine(console)
     config = _CONFIG.read(["batch", "repeats"], "give --rows and --prompt_count")
-    entry.check_output(_OUTPUT.value)
+    entry.check_result(_OUTPUT.value)
     settings = Settings(
         checks=tuple(_CHECKS.value),
         detect=_DETECT.value,
@@ -123,7 +123,12 @@ def audit_engine(console: Console) -> int:
     why = "--engine audits samples of an endpoint"
     entry.refuse_flags(["checks", "rows", "prompt_count"], why)
     _CONFIG.refuse(why)
-    entry.check_output(_OUTPUT.value)
+    settings = Settings(
+        detect=_DETECT.value,
+        false_alarm=_FALSE_ALARM.value,
+        distribution_prompts=_DISTRIBUTION_PROMPTS.value,
+    )
+    entry.check_result(_OUTPUT.value)
     for flag in (_ENGINE, _REFERENCE):
         if flag.value is not None and not flag.value.startswith(("http://", "https://")):
             raise ValueError(
@@ -135,7 +140,7 @@ def audit_engine(console: Console) -> int:
         raise ValueError(
             f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}'
         ) from error
-    prompts = read_prompts(_PROMPTS.value)[: _DISTRIBUTION_PROMPTS.value]
+    prompts = read_prompts(_PROMPTS.value)[: settings.distribution_prompts]
     if not prompts:
         raise ValueError(
             "--engine needs --prompts: texts after which the next tokens are uncertain"
@@ -149,8 +154,8 @@ def audit_engine(console: Console) -> int:
             engine,
             reference,
             prompts,
-            detect=_DETECT.value,
-            level=_FALSE_ALARM.value,
+            detect=settings.detect,
+            level=settings.false_alarm,
             progress=say,
         )
     entry.show([audit_table(report.as_json([check]), claims=True)], console)

@@ -56,7 +56,7 @@ _OUTPUT = entry.define("output")
 def main() -> None:
     console = entry.make_console()
     config = _CONFIG.read(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
-    entry.check_output(_OUTPUT.value)
+    entry.check_result(_OUTPUT.value)
     programs = programs_of(config, console)
     head, prefills = programs.head, config.word.draft == "model"
     with entry.progress(console, "compiling") as say:

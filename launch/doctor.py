@@ -80,7 +80,7 @@ def main() -> int:
     console = entry.make_console()
     others = set().union(*FLAGS_OF.values()).difference(FLAGS_OF[_LOOK_AT.value])
     entry.refuse_flags(others, f"--look_at={_LOOK_AT.value} does not read it")
-    entry.check_output(_OUTPUT.value)
+    entry.check_result(_OUTPUT.value)
     return {"machine": look_at_machine, "head": look_at_head, "names": look_at_names}[
         _LOOK_AT.value
     ](console)

@@ -135,7 +135,7 @@ GOES_WITH = {
 
 def main() -> None:
     console = entry.make_console()
-    entry.check_output(_OUTPUT.value)
+    entry.check_result(_OUTPUT.value)
     check_flags()
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
         report = _COMPILE_REPORT.value and storage.read_json(_COMPILE_REPORT.value)["report"]

@@ -455,6 +455,23 @@ def check_output(path: str | None, flag: str = "output") -> None:
         raise ValueError(f"--{flag}={path} cannot be written: {_in_words(error)}") from error
 
 
+def check_result(path: str | None) -> None:
+    """Raises ValueError for an --output that cannot be written, or holds anything but a result of
+    `write_result`, which would be replaced.
+    """
+    check_output(path)
+    if not path or not is_first() or storage.is_stream(path):
+        return
+    if not storage.is_regular_file(path) or not storage.place(path).read_bytes().strip():
+        return
+    try:
+        known = storage.read_json(path).keys()
+    except ValueError:
+        known = set()
+    if "command" not in known or "cells" in known:
+        raise ValueError(f"--output={path} holds no result of this command: give another")
+
+
 def write_result(path: str | None, document: dict, console: Console) -> None:
     """Writes a result as JSON, after the command and the environment, in process 0."""
     if path and is_first():
