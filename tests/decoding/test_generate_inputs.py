@@ -217,6 +217,7 @@ test_refused_options = refused_arguments(
         "prompts must be a list of prompts.*got array": dict(prompts=np.array(5)),
         "prompt 0 is bytes: give a text": dict(prompts=[b"ab"]),
         "prompt 0 must be .* or a list of messages; got {": dict(prompts=[{1: 2}]),
+        "prompt 1: bytes have no chat template": dict(prompts=["a", [{"role": "user"}]]),
         "prompt 0: leave out complete": dict(prompts=[{"messages": [], "complete": True}]),
         "prompt 1 is not valid Unicode": dict(prompts=["a", "\ud800"]),
         r"write \[prompt\]": dict(prompts="text"),
