@@ -69,9 +69,9 @@ class ChatTemplate:
           options: variables of the template, such as ``tools`` or ``enable_thinking``.
 
         Raises:
-          ValueError: a message lacks role or content; or the template is not a Jinja program,
-            refuses the messages, violates the sandbox, or exceeds its time or memory; names the
-            file.
+          ValueError: a message lacks role or content; or the template is not a Jinja program, does
+            not read an option, refuses the messages, violates the sandbox, or exceeds its time or
+            memory; names the file.
           CannotRender: jinja2 is not installed, or no process can run the template.
         """
         messages = _turns(messages)
@@ -82,6 +82,12 @@ class ChatTemplate:
         variables = {"messages": messages, **usual, **dict(self.special_tokens), **options}
         has_tools = variables["tools"] is not None and self.tool_source is not None
         source = self.tool_source if has_tools else self.source
+        for name, value in options.items():
+            if name not in usual and name not in source:
+                raise ValueError(
+                    f"the chat template of {self.path} does not read {name} = {value!r:.40}: leave "
+                    "it out"
+                )
         try:
             request = json.dumps([source, variables])
         except (TypeError, ValueError, RecursionError) as error:
