@@ -17,6 +17,7 @@ from launch.lib.fields import ExperimentConfig, SamplingFields, own_with_digest
 from specsamp import machine, storage
 from specsamp.analysis.grid import SIDES, Cell, Results, describe, measure_cells
 from specsamp.decoding.request import Prompt
+from specsamp.evaluation.records import read_records
 from specsamp.models import few_rows
 
 Point = dict[str, Any]  # values of fields of the configuration
@@ -185,8 +186,8 @@ def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
-    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), or one in
-    each line.
+    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), JSON lines as
+    of generate.py, or one in each line.
 
     In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``,
     with further variables of a chat template.
@@ -204,11 +205,20 @@ def read_prompts(path: str | None) -> list[Prompt]:
                 one if isinstance(one, str) or one.get("messages") else one["text"]
                 for one in listed
             ]
+    elif path.endswith(".jsonl"):
+        with entry.reading(path):
+            prompts = [
+                {name: value for name, value in one.items() if name != "id"}
+                if "messages" in one
+                else one["prompt"]
+                for one in read_records(path, {})
+            ]
     else:
         lines = io.StringIO(storage.read_text(path), newline=None)  # a form feed ends no line
         prompts = [line.removesuffix("\n").replace("\\n", "\n") for line in lines]
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
-    if not all(prompts):
-        raise ValueError(f"prompt {prompts.index('') + 1} of {path} is empty")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise ValueError(f"prompt {number} of {path} is empty")
     return prompts

@@ -92,7 +92,7 @@ OF_SEVERAL = {
     ),
     "prompts": (
         None,
-        "Take the prompts of this file, JSON or one per line; by default the pair's prompts.",
+        "Take the prompts of this file: JSON, JSON lines, or one per line; by default the pair's.",
     ),
     "again": (False, "Measure cells that --output already has again, and replace them."),
     "require_exact": (False, "Refuse rules that are lossy."),

@@ -109,6 +109,8 @@ def test_files_of_prompts(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps({"prompts": [{"text": "x"}, talk]}))
     assert cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class\fA:"]
     assert cells.read_prompts(str(tmp_path / "b.json")) == ["x", talk]
+    (tmp_path / "c.jsonl").write_text('{"id": 3, "prompt": "x"}\n' + json.dumps(talk | {"id": 4}))
+    assert cells.read_prompts(str(tmp_path / "c.jsonl")) == ["x", talk]
 
 
 def test_cells_show_the_cost_of_both_sides():
