@@ -1,11 +1,13 @@
-"""Compares greedy completions, and the time of a token, with those of Hugging Face transformers.
+"""Compares greedy completions, and the time of a token, with those of Hugging Face transformers,
+and the time with that of llama.cpp.
 
-    pip install torch transformers
-    python launch/study.py beside --target=TARGET --head=smollm2-head \\
+    pip install torch transformers xllamacpp
+    python launch/study.py beside --target=TARGET --head=smollm2-head --gguf=model.Q4_1.gguf \\
         --source=spec_bench.jsonl --output=runs/beside.json
 
-Both sides read the same files in float32 and answer the first questions of each category, in
-turns. Where two completions differ, the first differing token has a margin: the target's logit of
+All answer the first questions of each category, in turns: ours and transformers read the same files
+in float32, llama.cpp the quantised file from which they may come. Times include the reading of the
+prompt. Where two completions differ, the first differing token has a margin: the target's logit of
 its most probable token less that of the next. A small margin is a near-tie, which rounding decides.
 """
 
@@ -28,6 +30,7 @@ K = 4
 NEAR = 1e-3  # logits
 OURS = ("plain", "prompt lookup", "head")
 THEIRS = ("transformers, plain", "transformers, prompt lookup")
+LLAMA = "llama.cpp, plain"
 
 
 def prepare(options: Any) -> None:
@@ -44,8 +47,20 @@ def prepare(options: Any) -> None:
         options.target, dtype=torch.float32
     )
     options.theirs.generation_config.eos_token_id = None  # completions have a fixed length
+    options.llama = llama_server(options) if options.gguf else None
     problems = load_task("spec_bench", options.source).problems
     options.questions = first_of_each(problems, options.of_each)
+
+
+def llama_server(options: Any) -> Any:
+    """Starts llama.cpp on a file, in this process."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = options.gguf
+    params.n_parallel, params.n_ctx = 1, 4096
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
+    return xllamacpp.Server(params)
 
 
 def measure(options: Any, say: Say) -> dict[str, Any]:
@@ -61,7 +76,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
                 run()  # compiles
             start = time.perf_counter()
             completions[name] = run()
-            seconds[name].append((time.perf_counter() - start) / len(completions[name]))
+            seconds[name].append((time.perf_counter() - start) / options.new_tokens)
         reference = completions[THEIRS[0]]
         for name in OURS:
             if completions[name] != reference:
@@ -78,8 +93,10 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
     }
 
 
-def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], list[int]]]:
-    """Returns a function for each method, which answers a question greedily."""
+def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], Any]]:
+    """Returns a function for each method, which answers a question greedily: with tokens, or with
+    the answer of llama.cpp.
+    """
     most = options.new_tokens
 
     def ours(**method: Any) -> list[int]:
@@ -99,7 +116,10 @@ def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], list[
             )
         return out[0, len(prompt) :].tolist()
 
-    return {
+    request = {"prompt": list(prompt), "n_predict": most, "temperature": 0, "top_k": 1}
+    request |= {"ignore_eos": True, "cache_prompt": False}
+    llama = {LLAMA: lambda: options.llama.handle_completions(request)} if options.llama else {}
+    return llama | {
         OURS[0]: lambda: ours(draft_length=0),
         THEIRS[0]: theirs,
         OURS[1]: lambda: ours(drafter=NgramDrafter(K)),
@@ -150,8 +170,9 @@ STUDY = Study(
         "target": (None, "The target, a folder or the id of a model of the hub."),
         "head": (None, "The head that drafts for it."),
         "source": (None, "Questions in the format of Spec-Bench."),
+        "gguf": (None, "A file for llama.cpp; without it, llama.cpp is left out."),
         "of_each": (17, "Questions of each category."),
         "new_tokens": (64, "Tokens of each completion."),
-        "threads": (2, "Threads of torch."),
+        "threads": (2, "Threads of torch and of llama.cpp."),
     },
 )
