@@ -31,6 +31,7 @@ NEAR = 1e-3  # logits
 OURS = ("plain", "prompt lookup", "head")
 THEIRS = ("transformers, plain", "transformers, prompt lookup")
 LLAMA = "llama.cpp, plain"
+COMPARED = (*OURS, THEIRS[0])
 
 
 def prepare(options: Any) -> None:
@@ -66,12 +67,16 @@ def llama_server(options: Any) -> Any:
 def measure(options: Any, say: Say) -> dict[str, Any]:
     """Answers every question on both sides."""
     seconds, differing = collections.defaultdict(list), []
+    timed = {question.id for question in first_of_each(options.questions, options.timed_of_each)}
     for number, question in enumerate(options.questions):
         say(f"{number} of {len(options.questions)} questions")
         message = [{"role": "user", "content": question.prompt}]
         prompt = options.pair.tokenizer.encode_chat(message)
         completions = {}
         for name, run in runs_of(options, prompt).items():
+            if question.id not in timed:
+                completions[name] = run() if name in COMPARED else None
+                continue
             if name in OURS:
                 run()  # compiles
             start = time.perf_counter()
@@ -87,6 +92,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
                 )
     return {
         "questions": len(options.questions),
+        "timed": len(timed),
         "new_tokens": options.new_tokens,
         "ms_per_token": {name: Quartiles.of(1e3 * np.array(s)) for name, s in seconds.items()},
         "differing": differing,
@@ -157,7 +163,10 @@ def beside_table(document: Document) -> Table:
             }
         )
     title = f"Beside transformers: greedy, {document['new_tokens']} tokens, K = {K}"
-    note = f"Quartiles over questions. A near-tie has a margin below {NEAR:g} logits."
+    note = (
+        f"Quartiles over {document['timed']} questions. A near-tie has a margin below {NEAR:g} "
+        "logits."
+    )
     return Table.of(title, rows, note=note)
 
 
@@ -171,7 +180,8 @@ STUDY = Study(
         "head": (None, "The head that drafts for it."),
         "source": (None, "Questions in the format of Spec-Bench."),
         "gguf": (None, "A file for llama.cpp; without it, llama.cpp is left out."),
-        "of_each": (17, "Questions of each category."),
+        "of_each": (17, "Questions of each category that are compared."),
+        "timed_of_each": (3, "Questions of each category that are also timed."),
         "new_tokens": (64, "Tokens of each completion."),
         "threads": (2, "Threads of torch and of llama.cpp."),
     },
