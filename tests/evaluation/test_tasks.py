@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import pathlib
-import re
 import sys
 import types
 
@@ -298,20 +297,58 @@ def test_python_is_scored_by_parsing():
 # Python that is cut off by a budget parses; other text does not.
 
 
-TEXTS = pathlib.Path(__file__).with_name("python_texts.txt").read_text()
-VERDICTS, COMPLETIONS = (
-    re.findall(r"^(.*) => (\w+)", part, re.MULTILINE) for part in TEXTS.split("[completions]")
-)
+VERDICTS = [
+    ("", ParseResult.COMPLETE),
+    ("x = 1\n", ParseResult.COMPLETE),
+    ("return 1\n", ParseResult.COMPLETE),  # grammar, not meaning
+    ("def f():\n", ParseResult.INCOMPLETE),
+    ("x = (1,\n", ParseResult.INCOMPLETE),
+    ('x = """a\n', ParseResult.INCOMPLETE),
+    ("try:\n    x\n", ParseResult.INCOMPLETE),
+    ("@wraps\n", ParseResult.INCOMPLETE),
+    ("x = 1 \\\n", ParseResult.INCOMPLETE),
+    ("x =\n", ParseResult.ERROR),
+    ("if x:\nx\n", ParseResult.ERROR),
+    ("if x:\n    x\n  y\n", ParseResult.ERROR),
+    ("x = (1]\n", ParseResult.ERROR),
+    ('x = "a\n', ParseResult.ERROR),  # the line has ended, and the string with it
+    ("(" * 500 + "\n", ParseResult.ERROR),  # deeper than the parser goes
+    ("x = 1\x00\n", ParseResult.ERROR),
+    ('x = "\\d"\n', ParseResult.COMPLETE),  # a warning is no error
+]
 
 
 @pytest.mark.parametrize("text, verdict", VERDICTS)
 def test_parser_tells_complete_incomplete_and_wrong(text, verdict):
-    assert parse_python(eval(text)) is ParseResult[verdict]
+    assert parse_python(text) is verdict
 
 
-@pytest.mark.parametrize("texts, expected", COMPLETIONS)
-def test_cut_completions_that_parse_are_counted(texts, expected):
-    assert parses(*eval(texts)) is (expected == "True")
+CUT = [  # prompts, completions, and whether the rest of a budget parses
+    ("def f(x):\n", "    return x\n", True),
+    ("def f(x):\n", "    return x\n\ny = (1,\n", True),  # a statement still open
+    ("def f(x):\n", "    return x\nfoo bar", True),  # a line without its end
+    ("def f(x):\n", "    return x\nfoo bar\n", False),
+    ("def f(x):\n", "    foo bar\n    return x\n", False),
+    ("def f(x):\n", "    return x", False),  # no line of it survives
+    ("def f(x):\n", "", False),
+    ("x = 1\n", "y = (\n", False),  # only the prompt is left
+    ("x = 1\n\x0c\n", "y = (\n", False),  # a form feed ends no line
+    ("def f(", "x):\n    return x\n", True),  # in the middle of a line
+    ("def f(", "x, x y):\n    return x\n", False),
+    ("x = 1", "\ny = (\n", False),  # the prompt's own line does not count
+    ("x = 1", "\ny = 2\n", True),
+    ("x = 1", "\n\n\ny = (\n", False),  # blank lines are nothing of it
+    ("x = 1", "\n\n\ny = 2\nz = (\n", True),
+    ("x = (\n", "1,\n", False),  # no complete statement at all
+    ("def f(x):\n", '    """Text that goes on\n    and on\n', False),
+    ("def f(x):\n", "    pass\n" + '"""Text that goes on\n    and on\n', True),
+    ("def f(x):\n", "    pass\n\x0c\ny = 1\n", True),
+]
+
+
+@pytest.mark.parametrize("prompt, completion, expected", CUT)
+def test_cut_completions_that_parse_are_counted(prompt, completion, expected):
+    assert parses(prompt, completion) is expected
 
 
 def humaneval(content, name="data.jsonl"):

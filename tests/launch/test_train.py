@@ -22,7 +22,6 @@ from support.training import (
     TARGET,
     metrics,
     quiet,
-    refused_trainings,
     training_config,
 )
 from support.weights import shapes_of
@@ -142,18 +141,61 @@ def test_pair_prompts_begin_held_out_files(tmp_path):
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # no held-out file: the old prompts stay
 
 
-@pytest.mark.parametrize("asked, message", refused_trainings("kinds"))
+@pytest.mark.parametrize(
+    "kind, fields, message",
+    [
+        ("draft", {"target": "no/run"}, "no training run at 'no/run'"),
+        ("target", {"train.seed": -1}, "train.seed must be .* got -1"),
+        ("target", {"data.pattern": "*.txt"}, r"nothing to train on: .*'\*.txt'"),
+        (
+            "target",
+            {"model.vocab_size": 100},
+            "the tokenizer has 257 tokens, the model a vocabulary of 100",
+        ),
+        ("target", {"data.tokenizer": "no.json"}, "no tokenizer at no.json"),
+        ("target", {"intervals.log": 0}, "intervals.log must be .* got 0"),
+        (
+            "target",
+            {"model.max_positions": 8},
+            "data.length 16 is more than the model's 8 positions",
+        ),
+    ],
+)
 def test_invalid_training_is_refused_before_it_begins(
-    run_training, texts, tmp_path, asked, message
+    run_training, texts, tmp_path, kind, fields, message
 ):
-    kind, fields = asked.split(": ", 1)
     usual = {"target": TARGET, "draft": DRAFT}[kind]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_training(training_config(f"tiny_{kind}", texts, usual | eval(fields)), "run")
+        run_training(training_config(f"tiny_{kind}", texts, usual | fields), "run")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("fields, message", refused_trainings("distillations"))
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"generated.share": 1.5}, "--config.generated.share must be .*; got 1.5"),
+        ({"generated.rows": -1}, "--config.generated.rows must be .*; got -1"),
+        ({"generated.batch": 0}, "--config.generated.batch must be .*; got 0"),
+        ({"generated.greedy_share": 2.0}, "--config.generated.greedy_share must be .*; got 2.0"),
+        (
+            {"generated.prompt_length": 17},
+            "--config.generated.prompt_length 17 must be at most data.length, 16",
+        ),
+        ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+        (
+            {"data.length": 32, "data.held_out": 0.5},
+            "data.length 32 [+] 1 tokens the target has too few positions, 32",
+        ),
+        (
+            {"objective": "kl"},
+            "objective must be one of forward_kl, reverse_kl, total_variation.*got 'kl'",
+        ),
+        (
+            {"init": "other"},
+            r"in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted",
+        ),
+    ],
+)
 def test_distillation_is_checked_before_the_target_writes(
     train, run_training, texts, tmp_path, monkeypatch, fields, message
 ):
@@ -184,7 +226,7 @@ def test_distillation_is_checked_before_the_target_writes(
     monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
         run_training(
-            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | eval(fields)), "run"
+            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | fields), "run"
         )
     assert not (tmp_path / "run").exists()
 

@@ -20,7 +20,7 @@ from specsamp.checkpoints.public_pair import read_pair
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import save_public_target, save_tiny_pair, succeed
-from support.training import HEAD, metrics, refused_trainings, training_config
+from support.training import HEAD, metrics, training_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -238,7 +238,27 @@ def test_head_of_sharded_public_target_trains(train, run_training, chats, tmp_pa
         run_training(again, "head")
 
 
-@pytest.mark.parametrize("fields, message", refused_trainings("public targets"))
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"target": "no such name"},
+            "no training run at 'no such name', no pair and no public model: no folder",
+        ),
+        ({"mesh.model": 8}, "'heads' has 4 entries, which do not divide over the 8 devices"),
+        (
+            {"generated.batch": 6},
+            "generated.batch 6 does not divide over 4 devices of the mesh axis 'data'",
+        ),
+        ({"compute_dtype": "float16"}, "dtype must be one of float32, bfloat16"),
+        (
+            {"head.own_output": False},
+            "a head with a reduced vocabulary needs its own output matrix",
+        ),
+        ({"test_time.chunk": 5}, "test_time.chunk 5 does not divide data.length 16"),
+        ({"data.folder": "nowhere"}, "no folder of texts at nowhere"),
+    ],
+)
 def test_public_target_is_checked_before_reading_weights(
     run_training, chats, tmp_path, public_target, monkeypatch, fields, message
 ):
@@ -246,7 +266,6 @@ def test_public_target_is_checked_before_reading_weights(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("specsamp.training.source.read_params", refuse)
-    fields = eval(fields)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         config = public_config(fields.get("target", public_target), chats, PUBLIC | fields)
         run_training(config, "run")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pathlib
 
 from rich.console import Console
 
@@ -53,10 +52,3 @@ def metrics(folder):
     return [
         {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines
     ]
-
-
-def refused_trainings(section):
-    """Returns the fields and the message of each refused training in a section of the table."""
-    path = pathlib.Path(__file__).parents[1] / "launch" / "refused_trainings.txt"
-    lines = path.read_text().partition(f"[{section}]\n")[2].partition("\n\n")[0]
-    return [line.split(" => ") for line in lines.splitlines()]
