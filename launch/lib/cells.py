@@ -186,8 +186,8 @@ def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
-    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), JSON lines as
-    of generate.py, or one in each line.
+    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), JSON lines
+    as of generate.py, or one in each line.
 
     In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``,
     with further variables of a chat template.
