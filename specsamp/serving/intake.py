@@ -135,7 +135,6 @@ class Intake:
         room = context - length
         if room < 1:
             raise TooLong(
-                f"prompt {index} has {length} tokens, of {context} for prompt and text: "
-                "shorten it"
+                f"prompt {index} has {length} tokens, of {context} for prompt and text: shorten it"
             )
         return room if asked.max_new_tokens is None else min(asked.max_new_tokens, room)
