@@ -133,6 +133,12 @@ HEADS = {
         draft="RedHatAI/gpt-oss-20b-speculator.eagle3",
         model_parallelism=4,
     ),
+    # 16 kv heads, 4 in layers without a window.
+    "gemma4-31b-assistant": tuned_with_head(
+        target="google/gemma-4-31B-it",
+        draft="google/gemma-4-31B-it-assistant",
+        model_parallelism=8,
+    ),
     "qwen3.5-9b-mtp": tuned_with_head(
         target="Qwen/Qwen3.5-9B",
         draft="Qwen/Qwen3.5-9B",

@@ -115,7 +115,9 @@ def test_heads_of_known_shape_have_their_published_size(name):
     config = config.turned({"int8.weights": "target", "int8.caches": "both"})
     assert shapes.known_models(config)["target"].config.weight_dtype == "int8"
     head = shapes.head_of(config, shapes.known_models(config)["target"].config)
-    made = shapes_of(FeatureHead(head))
+    made = shapes_of(head.head())
+    sharded = shard_head(head.head(), Layout.tensor_parallel(mesh_of(config)))
+    sharded.param_shardings(made)
     assert head.layer.weight_dtype is None
     assert head.kind == kind and size == sum(
         leaf.size

@@ -1,6 +1,7 @@
 """Reads published.json: the ``config.json`` of public models, so that plans and compile reports
 need no download; and published_heads.json: shapes of public heads, put together from what their
-authors state, with the tensors that say which parts they have.
+authors state, with the tensors that say which parts they have. The assistant's shape is that of
+transformers' conversion script, convert_gemma4_weights.py.
 """
 
 import pathlib

@@ -40,6 +40,7 @@ from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
+from specsamp.models.assistant import AssistantHead
 from specsamp.models.config import TransformerConfig
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import Head
@@ -412,6 +413,11 @@ def sharded_head_model(target: LayeredModel, head: Head, layout: Layout) -> Shar
     """Returns a step of a head, with the target's kernels, as a model that is laid out over a mesh,
     for `Programs.draft`.
     """
+    if isinstance(head, AssistantHead):
+        raise ValueError(
+            "compile reports are of heads with caches of their own, and an assistant reads the "
+            "target's: take another head, or measure this one with launch/benchmark.py"
+        )
     kernels = target.kernels and dataclasses.replace(target.kernels, layout=layout)
     head = dataclasses.replace(head, kernels=kernels)
     return _ShardedHeadModel(HeadModel(target.first(1), head), layout)

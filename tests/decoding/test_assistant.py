@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from specsamp import BlockRule, TokenRule, chain, generate
-from specsamp.decoding.drafters import AssistantDrafter
+from specsamp.decoding.drafters import AssistantDrafter, FeatureTree
+from specsamp.decoding.trees import TreeShape
+from specsamp.tpu.lowering import sharded_head_model
 from support import pairs
 from support.drafters import DRAFTERS, K, with_errors
 from support.fakes import FALSE_ALARM
+from support.heads import LayeredTable, assistant
+from support.refusals import refused_calls
 from support.weights import drawn_params
 
 PROMPTS, SAMPLES = [[0], [2, 0, 1, 1]], 4000
@@ -61,3 +65,13 @@ def test_texts_have_the_joint_distribution_of_the_target(rule):
 
 def test_argmax_drafts_verified_as_drawn_are_caught():
     assert p_value(JudgesArgmaxAsDrawn, TokenRule())[0] < FALSE_ALARM
+
+
+test_refused_assistants = refused_calls(
+    {
+        "an assistant drafts chains": lambda: FeatureTree(
+            LayeredTable(4), assistant(4), tree=TreeShape.of_widths(2, 1)
+        ),
+        "an assistant reads the target's": lambda: sharded_head_model(TARGET, assistant(4), None),
+    }
+)

@@ -35,6 +35,7 @@ from specsamp.decoding.drafter import (
     check_is_target,
     depth_of,
 )
+from specsamp.models.assistant import AssistantHead
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import Block, LanguageModel, LayeredModel
 from specsamp.models.mtp import ModuleChain
@@ -134,6 +135,8 @@ class FeatureDrafter(HeadDrafter):
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
+        if isinstance(self.head, AssistantHead):
+            raise ValueError("an assistant drafts chains, with an AssistantDrafter: leave out tree")
         validate.instance("head", self.head, FeatureHead, "that of an Eagle3Config")
         if isinstance(self.head, ModuleChain):
             raise ValueError(
