@@ -25,6 +25,7 @@ import functools
 import json
 import pathlib
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +36,11 @@ from rich.console import Console
 from launch.lib import entry
 from specsamp import TransformerLM, machine, storage
 from specsamp.checkpoints import export
+from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.checkpoints.trained_pair import load_pair, save_pair
+from specsamp.checkpoints.trained_pair import load_pair, pair_folder, save_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES
@@ -90,6 +92,14 @@ GOES_WITH = {
     "verifier": ("run",),
     **dict.fromkeys(("int8", "dtype", "model"), ("checkpoint",)),
 }
+# Files that mark a folder, and what it then holds.
+MARKS = {
+    "run.json": "a training run or a converted checkpoint",
+    "checkpoints/0": "part of an interrupted conversion",
+    "pair.json": "a pair",
+    "config.json": "a model or a head",
+}
+EXPORTED = "training.json"  # beside a model or a head that was exported here
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
@@ -105,6 +115,7 @@ def main() -> None:
             raise ValueError(
                 f"--output must be a local folder, to be copied from there; got {_OUTPUT.value}"
             )
+        check_folder("pair.json")
         with entry.reading(f"the JSON of {_TARGET.value} or {_DRAFT.value}"):
             export_pair(
                 _TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console
@@ -122,6 +133,26 @@ def main() -> None:
     else:
         export_model()
     console.print(f"written to {_OUTPUT.value}")
+
+
+def check_folder(*own: str) -> None:
+    """Raises ValueError if --output holds something whose files this export would replace.
+
+    Args:
+      own: the mark of an earlier export of the same kind, which is replaced.
+    """
+    place = storage.place(_OUTPUT.value)
+    for name, content in MARKS.items():
+        if name not in own and (place / name).exists():
+            raise ValueError(
+                f"--output={_OUTPUT.value} holds {content} ({name}): choose another folder"
+            )
+
+
+def check_exported() -> None:
+    """Checks the folder of a model or a head, which may hold one that was exported here."""
+    is_older = (storage.place(_OUTPUT.value) / EXPORTED).exists()
+    check_folder(*["config.json"] * is_older)
 
 
 def open_model_run(folder: str) -> Source:
@@ -150,18 +181,19 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
     corpus = read_corpus(data["folder"] or standard_library(), **how)
     run_folder.check_same(target_run, "corpus", corpus.describe())
+    tokenizer = tokenizer_of(target)
+    rows = held_out_windows(corpus, tokenizer, data["length"], data["held_out_windows"])
     save = functools.partial(
         save_pair,
         output,
         target=(target.config, target.params),
         draft=(draft.config, draft.params),
-        tokenizer_json=(target.folder / "tokenizer.json").read_text(encoding="utf-8"),
+        tokenizer_json=tokenizer.to_json(),
         eos=data["eos"],
     )
     provenance = {"target": provenance_of(target), "draft": provenance_of(draft)}
     save(provenance=provenance)
     stored = load_pair(output.absolute())
-    rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
     alone = TrainModel(target.model_in("float32"))
     distilled = TrainModel(draft.model_in("float32"), target.model_in("float32"))
     params = {
@@ -176,7 +208,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
             }
             for name, (of_target, of_draft) in params.items()
         }
-    write_prompts(output / "prompts.json", corpus)
+    write_prompts(output / "prompts.json", corpus, tokenizer)
     provenance |= {
         "held_out": measured,
         "held_out_windows": len(rows),
@@ -185,6 +217,14 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     save(provenance=provenance)
     console.print(json.dumps(measured, indent=1))
     console.print(f"{output}: {sum(path.stat().st_size for path in output.iterdir()) / 1e6:.1f} MB")
+
+
+def tokenizer_of(trained: Source) -> JsonTokenizer:
+    """Returns the tokenizer of a run, with the chat template of the tokenizer that it was given."""
+    data = trained.provenance["config"]["data"]
+    given = data["tokenizer"] and storage.place(data["tokenizer"]).parent
+    chat = read_chat_template(given) if given else None
+    return JsonTokenizer(trained.folder / "tokenizer.json", data["eos"], chat=chat)
 
 
 def provenance_of(trained: Source) -> dict:
@@ -197,31 +237,35 @@ def provenance_of(trained: Source) -> dict:
     }
 
 
-def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
-    """Writes the beginnings of held-out files as prompts, unless there are prompts already.
+def write_prompts(path: pathlib.Path, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
+    """Writes the beginnings of held-out files as prompts, each once, unless there are prompts
+    already or the files have none; of a sequence of integers, its first one.
 
     Prompts end without a line break, since a line break and the following indentation are one
     token.
     """
     if path.exists():
         return
-    prompts = []
+    beginnings: dict[str, str] = {}
     for name, text in corpus.held_out.items():
-        end = max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1) if isinstance(text, str) else 0
-        if beginning := text[:end].rstrip():
-            prompts.append({"file": name, "line": 1, "text": beginning})
-    storage.write_json(path, {"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]})
+        beginning = ""
+        if type(text) is str:  # no conversation
+            beginning = text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
+        elif isinstance(text, np.ndarray):
+            first = f"{tokenizer.token(tokenizer.eos_id)} {text[0]}"
+            is_written_so = tokenizer.encode(first) == [tokenizer.eos_id, text[0]]
+            beginning = first if is_written_so else ""
+        if beginning:
+            beginnings.setdefault(beginning, name)
+    prompts = [{"file": name, "line": 1, "text": text} for text, name in beginnings.items()]
+    if prompts:
+        storage.write_json(path, {"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]})
 
 
 def export_head(console: Console) -> None:
     """Writes the head of --run, its matrices in bfloat16 like public heads."""
+    check_exported()
     entry.check_output(f"{_OUTPUT.value}/config.json")
-    place = storage.place(_OUTPUT.value)
-    if (place / "config.json").exists() and not (place / "training.json").exists():
-        raise ValueError(
-            f"{_OUTPUT.value} holds a model or a head that was not exported here: give another "
-            "folder"
-        )
     trained = open_trained(_RUN.value, is_head=True)
     with entry.reading(f"{_RUN.value}/run.json"):
         config, target = trained.provenance["config"], trained.made_from("target")
@@ -231,7 +275,7 @@ def export_head(console: Console) -> None:
         )
         head, K = trained.config.head(), config["test_time"]["test_steps"]
         write_head(_OUTPUT.value, head, params, target_name=name, K=K)
-        storage.write_json(place / "training.json", provenance_of(trained) | {"target": target})
+        write_provenance(provenance_of(trained) | {"target": target})
     console.print(
         f"{sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6:.1f} MB, of step "
         f"{trained.step}"
@@ -240,26 +284,29 @@ def export_head(console: Console) -> None:
 
 def export_model() -> None:
     """Writes the model of --run, or the target of --pair, in the format of transformers."""
+    check_exported()
     if _PAIR.value:
         pair = load_pair(_PAIR.value)
+        made_by = storage.read_json(pair_folder(_PAIR.value) / "pair.json").get("provenance") or {}
         config, params, tokenizer = pair.target.config, pair.target_params, pair.tokenizer
     else:
         trained = open_model_run(_RUN.value)
         config, params = trained.config, trained.params
         with entry.reading(f"{_RUN.value}/run.json"):
-            eos = trained.provenance["config"]["data"]["eos"]
-        tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
+            tokenizer, made_by = tokenizer_of(trained), provenance_of(trained)
     export.export(_OUTPUT.value, config, params, tokenizer)
+    write_provenance(made_by)
+
+
+def write_provenance(made_by: Any) -> None:
+    """Writes the record of the training of an exported model or head, which marks the export."""
+    storage.write_json(storage.place(_OUTPUT.value) / EXPORTED, made_by)
 
 
 def convert(console: Console) -> None:
     """Writes --checkpoint as a folder that any mesh reads without conversion."""
-    output, mesh = storage.place(_OUTPUT.value), make_mesh(model=_MODEL.value)
-    if any((output / name).exists() for name in ("run.json", "checkpoints/0", "config.json")):
-        raise ValueError(
-            f"--output={_OUTPUT.value} holds a model, or part of an interrupted conversion: choose "
-            "another folder"
-        )
+    mesh = make_mesh(model=_MODEL.value)
+    check_folder()
     entry.check_output(f"{_OUTPUT.value}/config.json")
     weight_dtype = "int8" if _INT8.value else None
     checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value, weight_dtype=weight_dtype)

@@ -199,7 +199,7 @@ def with_prompts(
             prompt = [{"role": "user", "content": prompt}] if chat else prompt
         asked.append(prompt)
     tokens = tuple(map(tuple, encode(pair, asked)))
-    longest = max(workload.prompt_length, *map(len, tokens))
+    longest = max([workload.prompt_length, *map(len, tokens)])
     return dataclasses.replace(workload, prompts=tokens, prompt_length=longest)
 
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from launch.lib.fields import Config, MeshFields, Positive, Share, Whole
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training.trainer import Intervals, TrainConfig
@@ -49,12 +51,12 @@ class GeneratedFields:
 
     @property
     def sampling(self) -> Warp:
-        """Returns the sampling distribution with which the target writes a batch of rows."""
-        greedy = round(self.greedy_share * self.batch)
-        return chain(
-            temperature([0.0] * greedy + [self.temperature] * (self.batch - greedy)),
-            top_p(self.top_p),
-        )
+        """Returns the sampling distribution with which the target writes a batch of rows.
+
+        Greedy rows are spread evenly, so that the last batch, of fewer rows, has its share.
+        """
+        greedy_N = np.diff(np.round(self.greedy_share * np.arange(self.batch + 1)))
+        return chain(temperature(np.where(greedy_N, 0.0, self.temperature)), top_p(self.top_p))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -120,8 +120,8 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
         texts = [prompt["text"] for prompt in storage.read_json(path)["prompts"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no prompts ({type(error).__name__}: {error})") from error
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{path} holds prompts that are not strings")
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{path} holds no prompts, or prompts that are not strings")
     return texts
 
 

@@ -49,6 +49,7 @@ from support.run_script import (
     read_cells,
     refuse,
     save_public_target,
+    save_tiny_pair,
     succeed,
 )
 
@@ -204,12 +205,24 @@ def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_pat
     assert cell["result"]
 
 
-def test_converting_into_the_same_folder_is_refused(folder):
-    before = sorted(folder.rglob("*"))
-    assert "holds a model, or part of" in refuse(
-        "export", f"--checkpoint={folder}", f"--output={folder}"
-    )
-    assert sorted(folder.rglob("*")) == before
+def test_export_replaces_nothing_of_another_kind(folder, tmp_path):
+    save_tiny_pair(tmp_path / "pair", ["def f(x):"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"head": {}}')
+    held = {
+        folder: "a model or a head (config.json)",
+        tmp_path / "pair": "a pair (pair.json)",
+        tmp_path / "run": "a training run or a converted checkpoint (run.json)",
+    }
+    sources = f"--checkpoint={folder}", "--pair=python", f"--run={tmp_path}/run"
+    for place, content in held.items():
+        before = {path: path.read_bytes() for path in place.rglob("*")}
+        for source in sources:
+            said = refuse("export", source, f"--output={place}")
+            assert f"--output={place} holds {content}: choose another folder" in said
+        assert {path: path.read_bytes() for path in place.rglob("*")} == before
+    said = refuse("export", "--target=a", "--draft=b", f"--output={folder}")
+    assert "holds a model or a head" in said
 
 
 def test_model_drafter_without_draft_is_refused(folder, monkeypatch):

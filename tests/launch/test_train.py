@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from launch import export
+from launch.lib.training import GeneratedFields
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts
-from specsamp.training.data import Corpus, train_tokenizer
+from specsamp.training.data import ChatText, Corpus, integer_tokenizer, train_tokenizer
 from support.run_script import FIXED, ROOT, flags_of, succeed
 from support.training import (
     DRAFT,
@@ -130,15 +132,41 @@ def test_pair_prompts_begin_held_out_files(tmp_path):
     """A beginning of blank lines is no prompt: commands that decode a pair's prompts would refuse
     the pair.
     """
-    held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
-    corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
+    tokenizer = JsonTokenizer.from_tokenizer(integer_tokenizer(9), "<eos>")
+
+    def write(**held_out):
+        corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
+        export.write_prompts(tmp_path / "prompts.json", corpus, tokenizer)
+
     (tmp_path / "pair.json").write_text("{}")  # marks the folder of a pair
-    export.write_prompts(tmp_path / "prompts.json", corpus)
+    write(talk=ChatText('{"messages": []}'), many=np.array([9, 1], np.int32))
+    with pytest.raises(FileNotFoundError, match="has no prompts"):
+        load_prompts(tmp_path)
+    write(blank="\n" + "x" * 300, spaces=" " * 300, good="\nx = 1\ny = 2\n")
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
-    export.write_prompts(
-        tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest="")
-    )
-    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # no held-out file: the old prompts stay
+    write(other="x")
+    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # the old prompts stay
+    (tmp_path / "prompts.json").unlink()
+    write(one=np.array([4, 1, 2], np.int32), two=np.array([4, 5], np.int32))
+    assert load_prompts(tmp_path) == ["<eos> 4"]
+
+
+def test_export_reads_conversations_by_their_template(tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "tokenizer.json").write_text(integer_tokenizer(9).to_str())
+    data = {"tokenizer": str(tmp_path / "given" / "tokenizer.json"), "eos": "<eos>"}
+    run = types.SimpleNamespace(folder=tmp_path, provenance={"config": {"data": data}})
+    assert export.tokenizer_of(run).chat.source == "{{ messages[0].content }}"
+    data["tokenizer"] = ""
+    assert export.tokenizer_of(run).chat is None
+
+
+def test_last_batch_has_its_share_of_greedy_rows():
+    fields = {"rows": 80, "share": 1.0, "prompt_length": 4, "temperature": 0.8, "top_p": 1.0}
+    written = GeneratedFields(**fields, batch=64, greedy_share=0.25).sampling
+    is_greedy_N = np.asarray(written.warps[0].value) == 0
+    assert [int(is_greedy_N[:count].sum()) for count in (16, 64)] == [4, 16]
 
 
 @pytest.mark.parametrize(
