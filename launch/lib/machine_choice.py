@@ -101,7 +101,9 @@ class Calls:
             greedy = config.sampling.temperature == 0
             same = {"temperature": 0.0} if greedy else dataclasses.asdict(config.sampling)
             cells = grid.chosen(grid.read_document(path)["cells"], **same)
-            known = {word: grid.chosen(cells, drafter=word, rule="token") for word in self.costs}
+            counted = {"rule": "token", "draft_length": TIMED_LENGTH, "synthetic_acceptance": None}
+            counted |= {"adaptive": None, "draft_temperature": config.draft_temperature}
+            known = {word: grid.chosen(cells, drafter=word, **counted) for word in self.costs}
             if all(known.values()):
                 return {
                     word: grid.measured_acceptance(of_word)[TIMED_LENGTH]

@@ -65,6 +65,8 @@ def choose(config, monkeypatch, **costs):
 )
 def test_best_forecast_is_chosen_by_one_timing(config, monkeypatch, tmp_path, model, ngram, chosen):
     cells = [cell("model", [1, 0, 0, 0, 0, 0, 0, 9]), cell("ngram", [6, 0, 0, 0, 0, 0, 0, 4])]
+    cells += [cell("model", [99, 0, 0, 0, 0, 0, 0, 0])]
+    cells[-1]["key"]["draft_temperature"] = 0.2
     (tmp_path / "acceptance.json").write_text(json.dumps({"identity": {}, "cells": cells}))
     found, timed, said = choose(config, monkeypatch, model=model, ngram=ngram)
     assert (found.drafter, found.draft_length) == chosen
