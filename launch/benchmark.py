@@ -173,6 +173,7 @@ def gather(console: Console) -> None:
     """
     others = ("output", "again", "chip_hour", "sweep", "grid", "trace", "prompts", "replica")
     entry.refuse_flags(others, "--gather measures and writes nothing")
+    _CONFIG.refuse("--gather shows the cells of files")
     for path in _GATHER.value:
         document = grid.read_document(path)
         if not document["cells"]:

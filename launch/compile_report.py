@@ -11,11 +11,11 @@ of the time.
         --config.tree=4,2,1 --config.rule=recursive
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4
 
-The shape of a head comes from its folder, or from the published checkpoint of its target; any other
-head has the shape of EAGLE-3, with the 32,000 most frequent tokens. The mesh has all devices of the
-topology: ``config.mesh.data`` data shards, with one replica of the target over the devices of a
-shard. All numbers are compiler estimates: nothing runs. launch/plan.py --compile_report reads the
-file of --output, and forecasts milliseconds per token by acceptance.
+The shape of a head comes from its folder, from this package, or from the published checkpoint of
+its target; any other head has the shape of EAGLE-3, with the 32,000 most frequent tokens. The mesh
+has all devices of the topology: ``config.mesh.data`` data shards, with one replica of the target
+over the devices of a shard. All numbers are compiler estimates: nothing runs. launch/plan.py
+--compile_report reads the file of --output, and forecasts milliseconds per token by acceptance.
 """
 
 import dataclasses
@@ -51,11 +51,19 @@ _SLOTS = flags.DEFINE_integer(
     "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
 )
 _OUTPUT = entry.define("output")
+# Of --config.
+NOT_READ = (
+    "adaptive chat draft_temperature max_new_tokens prompt_length prompts repeats seed "
+    "synthetic_acceptance"
+)
 
 
 def main() -> None:
     console = entry.make_console()
-    config = _CONFIG.read(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
+    config = _CONFIG.read(NOT_READ.split(), "a report is of --slots, and nothing is decoded")
+    if config.word.draft != "model":
+        why = f"a report splits drafter={config.drafter} as the target"
+        _CONFIG.refuse_fields(["mesh.draft_model_parallelism"], why)
     entry.check_result(_OUTPUT.value)
     programs = programs_of(config, console)
     head, prefills = programs.head, config.word.draft == "model"
@@ -69,6 +77,10 @@ def main() -> None:
             progress=lambda text: say(f"compiling: {text}"),
         )
     entry.show(pair_report.report_tables(report, *programs.bytes_of_state()), console)
+    models = programs.target, programs.draft
+    if any(model.kernels and model.config.window for model in models):
+        told = "layers with a window are counted with all slots; kernels read the window alone"
+        console.print(told, style="yellow")
     document = {
         "kind": "compiler estimate",
         "config": config.recorded,
@@ -102,6 +114,11 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
         draft = WindowStep(*fields, window=config.window, sinks=config.sinks)
     chip, sizes = parse(_TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // config.mesh.data
+    if "mesh.model" in _CONFIG.fields_set and config.mesh.model != num_devices:
+        raise ValueError(
+            f"--config.mesh.model={config.mesh.model}: a mesh of data {config.mesh.data} has "
+            f"{num_devices} of the devices of --topology={_TOPOLOGY.value} for each copy"
+        )
     parallelism = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
     if not parallelism:
         heads = draft.config.num_heads

@@ -105,15 +105,17 @@ def look_at_machine(console: Console) -> int:
 
 
 def wanted() -> Wanted:
-    """Returns the devices, memory and names that the configuration needs, with models split over
-    the model axis.
+    """Returns the devices, memory and names that the configuration needs, with each model split
+    over its devices.
     """
     config = _CONFIG.value
+    devices = {"target": config.mesh.model, "draft": config.mesh.draft_devices or config.mesh.model}
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
-    sizes = [one.config.weight_bytes for one in known_models(config).values()]
+    known = known_models(config)
+    sizes = [one.config.weight_bytes / devices[side] for side, one in known.items()]
     return Wanted(
         devices=config.mesh.data * config.mesh.model,
-        weights_bytes=sum(sizes) / config.mesh.model if sizes else None,
+        weights_bytes=sum(sizes) if sizes else None,
         from_hub=tuple(name for name in names if name and not storage.place(name).exists()),
     )
 
@@ -160,6 +162,7 @@ def look_at_head(console: Console) -> int:
 
 def look_at_names(console: Console) -> int:
     """Prints which public names would load; returns 1 if a name would not."""
+    _CONFIG.refuse("--look_at=names reads the names of configs/hf.py: give --pair")
     # The hub's library has a bar for every small file.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     public, findings = load_file("configs/hf.py"), []

@@ -76,7 +76,7 @@ REHEARSED, REHEARSED_ON = "configs/random_pair.py:kernels", "v5e:1x1"
 AUDIT = {False: Settings(detect=0.1), True: Settings(checks=("acceptance",), detect=0.5, rows=8)}
 ESTIMATE_SECONDS = 1800
 # Fields that a report refuses.
-NOT_COMPILED = ("repeats", "max_new_tokens", "prompt_length", "seed")
+NOT_COMPILED = "repeats max_new_tokens prompt_length seed adaptive draft_temperature".split()
 # Measured times, and the programs of a compile report that they are of.
 PROGRAMS = {
     "plain step": "target step",
@@ -274,7 +274,7 @@ def compile_report(config: ExperimentConfig) -> Found:
     command = [sys.executable, "-m", "specsamp", "compile-report"]
     command += [f"--config={text}", f"--topology={topology}", f"--slots={slots}"]
     known = known_fields(_CONFIG.fields)
-    changes = [name for name in _CONFIG.fields_set if name not in NOT_COMPILED]
+    changes = [name for name in _CONFIG.fields_set if name.partition(".")[0] not in NOT_COMPILED]
     command += [f"--config.{name}={known[name]}" for name in changes]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:

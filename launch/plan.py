@@ -37,7 +37,7 @@ from specsamp.analysis.report import Table
 from specsamp.analysis.tree_shape import TreeForecast, choose_shape
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.pair_report import basis, compiled_costs
-from specsamp.tpu.topology import CHIPS
+from specsamp.tpu.topology import CHIPS, parse
 from specsamp.tpu.work import Roofline
 
 _ACCEPTANCE = flags.DEFINE_list(
@@ -123,7 +123,8 @@ EXPERTS = (
 )
 # Of --config.
 NOT_READ = (
-    "adaptive batch draft_length max_new_tokens mesh prompt_length repeats rule sampling seed"
+    "adaptive attention batch chat draft_length draft_temperature max_new_tokens mesh "
+    "prompt_length prompts repeats rule sampling seed synthetic_acceptance tree"
 )
 GOES_WITH = {
     "context": ("chip", "compile_report"),
@@ -139,6 +140,7 @@ def main() -> None:
     check_flags()
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
         report = _COMPILE_REPORT.value and storage.read_json(_COMPILE_REPORT.value)["report"]
+        check_devices(report)
         cells = measured_cells(console) if _MEASURED.value else []
         accepted, costs = acceptance(cells), round_costs(cells, report)
     lengths = range(_LONGEST.value + 1)
@@ -203,23 +205,32 @@ def check_flags() -> None:
     """Raises ValueError for a flag that belongs to another source of costs."""
     if _CHIP.value is None:
         _CONFIG.refuse("it goes with --chip")
-    _CONFIG.refuse_fields(
-        NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest"
-    )
+    _CONFIG.read(NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest")
     entry.check_goes_with(GOES_WITH)
+
+
+def check_devices(report: grid.Json | None) -> None:
+    """Raises ValueError if a compile report is of another number of chips than --devices."""
+    chips = report and math.prod(parse(report["topology"])[1])
+    if chips and _DEVICES.value not in (None, chips):
+        raise ValueError(
+            f"--devices={_DEVICES.value}: {_COMPILE_REPORT.value} is of {chips} chips, "
+            f"{report['topology']}"
+        )
 
 
 def measured_cells(console: Console) -> list[grid.Json]:
     """Reads the cells of one rule, drafter and distribution, and prints where they were measured.
 
-    Cells with a draft temperature belong to another drafter, and cells with made-up acceptance are
-    left out.
+    Cells with a draft temperature belong to another drafter; cells with made-up acceptance, or with
+    lengths that adapt, are left out.
     """
     wanted = {
         "rule": _RULE.value,
         "drafter": _DRAFTER.value,
         "draft_temperature": None,
         "synthetic_acceptance": None,
+        "adaptive": None,
     }
     wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}
     document = grid.read_document(_MEASURED.value)

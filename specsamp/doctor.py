@@ -178,11 +178,10 @@ def _devices(known: Facts) -> Finding:
 
 def _pair(known: Facts, wanted: Wanted) -> list[Finding]:
     found = []
-    if wanted.devices > known.devices and not known.failed:
+    if wanted.devices not in (1, known.devices) and not known.failed:
         what = f"the pair's mesh takes {wanted.devices} devices, JAX sees {known.devices}"
         fix = (
-            "set --config.mesh.data and --config.mesh.model to what there is, or take a larger "
-            "slice"
+            "set --config.mesh.data and --config.mesh.model to what there is, or take another slice"
         )
         found.append(Finding(Level.ERROR, what, fix))
     if wanted.weights_bytes is not None and known.memory_bytes is not None:

@@ -52,6 +52,7 @@ TROUBLES = [
     (dict(platform="cpu", has_tpu=False, has_gpu=True), "this machine has a GPU", "jax[cuda13]"),
     (dict(memory_bytes=9 << 30), "weights take 9.0 of the 9.7 GB", "--config.mesh.model"),
     (dict(devices=4), "mesh takes 8 devices, JAX sees 4", "--config.mesh.data"),
+    (dict(devices=16), "mesh takes 8 devices, JAX sees 16", "--config.mesh.data"),
 ]
 
 
@@ -124,8 +125,9 @@ def test_doctor_exits_with_the_worst_finding(tmp_path, monkeypatch):
     assert call("doctor").returncode == 0
     found = call("doctor", "--config=configs/hf.py:llama-8b", "--config.mesh.model=8")
     assert found.returncode == 1 and "meta-llama/Llama-3.1-8B is gated" in found.stdout
-    found = call("doctor", "--config=configs/chinchilla.py")
-    assert found.returncode == 2
+    copies = "--config.mesh.draft_model_parallelism=1"
+    found = call("doctor", "--config=configs/chinchilla.py", copies)
+    assert found.returncode == 2 and "weights take 17.0 of" in found.stdout
     assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout
 
 

@@ -11,8 +11,9 @@ each read once. Of experts it counts the number that the tokens of the call are 
 divided evenly among the devices; the traffic is that of the device that reads most of them, since
 it is the slowest. Without kernels the compiler copies some caches to the chip and back.
 Kernels write caches in place and read only the slots that are alive: traffic and floor are stated
-for all slots and for half of them. The floor of a round is the sum of its calls' floors, and a
-round can go below it: on-chip memory may keep weights of the draft.
+for all slots and for half of them, also of layers with a window, which read its slots alone. The
+floor of a round is the sum of its calls' floors, and a round can go below it: on-chip memory may
+keep weights of the draft.
 
 All numbers are **compiler estimates**, without a time of collectives; `specsamp.tpu.calibration`
 estimates milliseconds.

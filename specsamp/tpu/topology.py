@@ -85,7 +85,11 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
         raise ValueError(
             f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}"
         )
-    return CHIPS[match[1]], tuple(map(int, match[2].split("x")))
+    sizes = tuple(map(int, match[2].split("x")))
+    if (len(sizes) == 2) != (match[1] in FLAT):
+        axes = "two axes" if match[1] in FLAT else "three axes"
+        raise ValueError(f"slices of {match[1]} have {axes}; got {topology!r}: try {EXAMPLES}")
+    return CHIPS[match[1]], sizes
 
 
 def topology_of(devices: Sequence[Any]) -> str:

@@ -5,6 +5,7 @@ and bounds a round.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -73,6 +74,8 @@ class Shape:
     # Of the output matrix, which stays in bfloat16 where the layers are in int8.
     head_parameters: float = 0.0
     cached: float = 0.0  # numbers of the cache per token of a sequence
+    windowed: float = 0.0  # the same, of layers that read the last ``window`` tokens alone
+    window: float = math.inf
     expert_parameters: float = 0.0  # of one expert
     expert_layers: int = 0
     experts: int = 0  # of such a layer
@@ -80,13 +83,16 @@ class Shape:
     collectives_per_layer: int = 2
 
     @classmethod
+    @functools.cache
     def of(cls, config: TransformerConfig) -> Shape:
         """Takes the sizes of a transformer; tables that are only looked up are left out."""
         embeddings = config.vocab_size * config.width
         # The states of recurrent layers are not counted.
-        layers = [
-            config.of_layer(i) for i in range(config.num_layers) if not config.is_recurrent(i)
-        ]
+        cached, windowed = [], []
+        for i in (i for i in range(config.num_layers) if not config.is_recurrent(i)):
+            layer = config.of_layer(i)
+            read = cached if config.window_of(i) is None else windowed
+            read.append(2 * layer.num_kv_heads * layer.head_size)
         tables = (
             embeddings * (1 if config.tied else 2)
             + config.num_ngram_tables * config.ngram_rows * config.width
@@ -97,7 +103,9 @@ class Shape:
             width=config.width,
             parameters=config.num_parameters - config.num_expert_parameters - tables,
             head_parameters=embeddings,
-            cached=2 * sum(layer.num_kv_heads * layer.head_size for layer in layers),
+            cached=sum(cached),
+            windowed=sum(windowed),
+            window=config.window or math.inf,
             expert_parameters=3 * config.width * experts.width if experts else 0.0,
             expert_layers=config.num_sparse_layers,
             experts=experts.num_experts if experts else 0,
@@ -136,9 +144,8 @@ class Shape:
           sequences: whose attention one chip computes; None: all of its replica.
         """
         count = math.prod(chips)
-        read = (
-            self.weight_bytes(weights, rows * tokens) + rows * context * self.cached * BYTES[cache]
-        )
+        of_row = context * self.cached + min(context, self.window) * self.windowed
+        read = self.weight_bytes(weights, rows * tokens) + rows * of_row * BYTES[cache]
         used = self.parameters + self.head_parameters
         used += self.expert_layers * self.experts_per_token * self.expert_parameters
         one = self.collective(chip, chips, rows * tokens)
@@ -171,7 +178,8 @@ class Roofline(Costs):
     """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic.
 
     Weights are read once for all sequences and all their tokens, the cache of each sequence once
-    (Pope et al., arXiv 2211.05102), and the experts that the tokens are expected to choose.
+    (Pope et al., arXiv 2211.05102), of layers with a window its slots alone, and the experts that
+    the tokens are expected to choose.
     """
 
     target: TransformerConfig

@@ -40,6 +40,14 @@ def test_the_roofline_of_chinchilla_on_16_chips():
         2 * roof.call_ms(target, 1, 1, 0), rel=0.03
     )
 
+    # Layers with a window read its slots alone.
+    ms = [
+        roof.call_ms(chinchilla_70b(**window), 1, 64, context)
+        for window in ({}, {"window": 512, "global_layers": (0,)})
+        for context in (512, 4096)
+    ]
+    assert ms[2] == ms[0] and (ms[1] - ms[0]) / (ms[3] - ms[2]) == pytest.approx(80)
+
     # Beyond the ridge speculation does not pay, except with long caches.
     def plan(**where):
         return make_plan(Profile.of_rate(0.8), roof, **where)

@@ -9,6 +9,8 @@ from numpy.testing import assert_allclose
 from safetensors import safe_open
 
 from configs import hf
+from launch.lib.fields import ExperimentConfig
+from launch.lib.shapes import head_of
 from specsamp import TransformerConfig
 from specsamp.checkpoints.hub import ASSETS, find_folder
 from specsamp.checkpoints.public_heads import open_head, read_head
@@ -96,3 +98,5 @@ def test_smollm2_head_names_its_target():
     pair = hf.find("smollm2")
     verifier = json.loads((FOLDER / "config.json").read_text())["speculators_config"]["verifier"]
     assert (pair.draft, pair.target) == ("smollm2-head", verifier["name_or_path"])
+    config = ExperimentConfig.from_config_dict(hf.get_config("smollm2"))
+    assert head_of(config, TARGET) == open_head(FOLDER, TARGET, dtype="float32").config

@@ -73,10 +73,9 @@ def test_cells_of_another_draft_temperature_are_ignored(tmp_path):
     the pair.
     """
     path = tmp_path / "cells.json"
-    document = {
-        "identity": {},
-        "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)],
-    }
+    cells = [measured(4, *one) for one in ((0.2, 1), (None, 1), (None, 5))]
+    cells[1]["key"]["adaptive"] = {"lengths": [0, 4]}
+    document = {"identity": {}, "cells": cells}
     path.write_text(json.dumps(document))
     done = succeed("plan", f"--measured={path}", "--longest=4", "--plain")
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
