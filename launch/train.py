@@ -385,7 +385,18 @@ def make_tokenizer(
     given or a new one.
 
     The chat template comes from the parent model, or from the folder of the given tokenizer.
+
+    Raises:
+      ValueError: the given tokenizer is not the parent model's, or there is no chat template.
     """
+    if parent is not None and (name := config.data.tokenizer):
+        of_parent = parent.folder / "tokenizer.json"
+        theirs = parent.tokenizer if parent.public else JsonTokenizer(of_parent)
+        if JsonTokenizer(name).to_json() != theirs.to_json():
+            raise ValueError(
+                f"data.tokenizer {name} is not the tokenizer of {parent.folder}, which the run "
+                "takes: leave it out"
+            )
     if parent is not None and parent.public:
         return parent.tokenizer
     own, eos, vocab_size = folder / "tokenizer.json", config.data.eos, config.model["vocab_size"]

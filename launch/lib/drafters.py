@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
 
@@ -150,7 +151,7 @@ def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
     """Returns the texts of a file as token ids: rows of ids, or a text that ``tokenizer`` reads."""
     if path.endswith(".npy"):
         try:
-            return np.atleast_2d(np.load(path))
+            return np.atleast_2d(np.load(io.BytesIO(storage.place(path).read_bytes())))
         except EOFError as error:
             raise ValueError(f"--config.corpus={path} is empty") from error
     if tokenizer is None:

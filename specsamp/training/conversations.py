@@ -134,10 +134,12 @@ def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
     written ones.
 
     Raises:
-      ValueError: they differ.
+      ValueError: they differ, or the folder holds other arrays.
     """
     path = folder / WRITTEN_BY
     if not path.exists():
+        if any(folder.glob("*.npy")):  # they would be taken for shards
+            raise ValueError(f"{folder} holds arrays of something else: name another folder")
         storage.write_json(path, identity)
     elif different := storage.differences(storage.read_json(path), identity):
         raise ValueError(

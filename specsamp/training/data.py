@@ -108,7 +108,7 @@ def read_corpus(
     validate.number("data.held_out", held_out, 0, 1)
     if not pattern or pathlib.PurePath(pattern).is_absolute():
         raise ValueError(f"data.pattern must be of file names, such as '*.py'; got {pattern!r}")
-    folder = pathlib.Path(folder)
+    folder = pathlib.Path(folder).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of texts at {folder}")
     train = {}
@@ -342,7 +342,13 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
     validate.integer("data.held_out_windows", most, 1)
     if not corpus.held_out:
         raise ValueError("no file is held out for evaluation: raise held_out, or give more files")
-    windows = Windows(token_stream(corpus.held_out.values(), tokenizer), length).in_order()
+    stream = token_stream(corpus.held_out.values(), tokenizer)
+    if len(stream) <= 2 * length:
+        raise ValueError(
+            f"the held-out files have {len(stream)} tokens, too few for two windows of data.length "
+            f"{length}: raise data.held_out, or shorten data.length"
+        )
+    windows = Windows(stream, length).in_order()
     return windows[np.unique(np.linspace(0, len(windows) - 1, most).astype(int))]
 
 

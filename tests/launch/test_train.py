@@ -215,6 +215,10 @@ def test_invalid_training_is_refused_before_it_begins(
             "data.length 32 [+] 1 tokens the target has too few positions, 32",
         ),
         (
+            {"data.tokenizer": "specsamp/checkpoints/assets/python/tokenizer.json"},
+            "data.tokenizer .* is not the tokenizer of .*target",
+        ),
+        (
             {"objective": "kl"},
             "objective must be one of forward_kl, reverse_kl, total_variation.*got 'kl'",
         ),

@@ -157,6 +157,10 @@ def test_folder_of_another_run_is_refused(tmp_path, table, changed):
     with pytest.raises(ValueError, match="holds other conversations: .*Name another folder"):
         write(tmp_path, 400, other, **changed)
     assert not (tmp_path / "0001.npy").exists()
+    (tmp_path / "written_by.json").unlink()
+    with pytest.raises(ValueError, match="holds arrays of something else: name another folder"):
+        write(tmp_path, 400, table)
+    assert not (tmp_path / "written_by.json").exists()
 
 
 @pytest.mark.parametrize(

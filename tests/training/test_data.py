@@ -163,6 +163,8 @@ def test_held_out_windows_spread_over_the_texts(tmp_path):
     assert some.shape == (5, 9)
     with pytest.raises(ValueError, match="data.held_out_windows must be .*; got 0"):
         held_out_windows(corpus, LETTERS, 8, 0)
+    with pytest.raises(ValueError, match=f"have {len(stream)} tokens.* raise data.held_out"):
+        held_out_windows(corpus, LETTERS, len(stream), 5)
 
 
 def test_mixture_has_its_shares_per_epoch():
