@@ -5,4 +5,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
 source launch/setup.sh
 prepare_venv .
-exec .venv/bin/python launch/demo.py "$@"
+root="$PWD"
+cd "$OLDPWD" # paths in arguments are of this folder
+exec "$root/.venv/bin/python" "$root/launch/demo.py" "$@"

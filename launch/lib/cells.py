@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import io
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,9 @@ TURNED = {
     *(f"sampling.{field.name}" for field in dataclasses.fields(SamplingFields)),
 }
 
+# Between values, not within the parentheses of an expression such as mine.py:Mine(f(K), 2).
+COMMA = re.compile(r",(?!(?:[^()]|\([^()]*\))*\))")
+
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
     """Returns every combination of ``["draft_length=0,1,4", "rule=token,block"]``; the last field
@@ -39,7 +43,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     fields: dict[str, list[Any]] = {}
     for text in texts:
         field, _, values = text.partition("=")
-        listed = [part.strip() for part in values.split(",")]
+        listed = [part.strip() for part in COMMA.split(values)]
         if not all(listed):
             raise ValueError(
                 f"--grid={text}: write a field and its values, such as draft_length=0,1,4"

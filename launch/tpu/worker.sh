@@ -47,11 +47,16 @@ install() {
   local kept
   ! runs || fail "a command is running: $(cat "$JOB/command"); end it with launch/tpu/run.sh --stop"
   rm -f "$CODE/COMMIT" # until the installation has succeeded, no command can start
+  mkdir -p "$CODE.kept" # setup.sh, called again after an interruption, removes $CODE.new
   for kept in .venv runs; do
-    [[ ! -e $CODE/$kept ]] || mv "$CODE/$kept" "$CODE.new/"
+    [[ ! -e $CODE/$kept ]] || mv "$CODE/$kept" "$CODE.kept/"
   done
   rm -rf "$CODE"
   mv "$CODE.new" "$CODE"
+  for kept in .venv runs; do
+    [[ ! -e $CODE.kept/$kept ]] || mv "$CODE.kept/$kept" "$CODE/"
+  done
+  rmdir "$CODE.kept"
   cd "$CODE"
   # shellcheck source=launch/setup.sh
   source launch/setup.sh

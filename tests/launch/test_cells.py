@@ -68,6 +68,8 @@ def test_a_grid_becomes_cells(experiment):
         and made_up.key["synthetic_acceptance"] == 0.7
     )
     assert "synthetic_acceptance" not in heated.key
+    own = points("drafter=a.py:A(f(K), g(2)),model")
+    assert [one["drafter"] for one in own] == ["a.py:A(f(K), g(2))", "model"]
 
 
 @pytest.mark.parametrize(

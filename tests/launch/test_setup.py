@@ -164,6 +164,8 @@ def test_installation_is_repeated_only_after_a_change(checkout):
     assert len(checkout.called(test)) == len(checkout.called(demo)) == 1, (
         "the tests' packages are enough for the demo"
     )
+    (ran,) = checkout.called("cd ..; bash checkout/launch/demo.sh --config=mine.py")
+    assert ran.endswith(f" {checkout.folder}/launch/demo.py --config=mine.py")
     for name in ("setup.py", ".ci/newest.txt"):
         with (checkout.folder / name).open("a") as file:
             file.write("# changed\n")

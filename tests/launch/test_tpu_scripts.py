@@ -297,6 +297,11 @@ def test_setup_gives_every_worker_the_commit(ready):
     ready.run("setup", "--name=pod", status=1)
     done = ready.run("run", "--name=pod", "--", "true", status=1)
     assert "w-1: the installation is missing or incomplete" in done.stderr
+    interrupted = ready.fake / "bin" / "rm"
+    interrupted.write_text('#!/bin/sh\n[ "$*" != "-rf $HOME/specsamp" ] && exec /bin/rm "$@"\n')
+    interrupted.chmod(0o755)
+    ready.run("setup", "--name=pod", f"--ref={first}", status=1)
+    interrupted.unlink()
     ready.run("setup", "--name=pod", f"--ref={first}")
     for host in ("w-0", "w-1"):
         assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
