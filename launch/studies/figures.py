@@ -208,8 +208,8 @@ def forecast(slices: Document, topology: str, batch: int) -> tuple[Band, Band]:
     return calibration.estimate(chip, step) / batch, together / EMITTED / batch
 
 
-def summary(grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
-    """Returns the table of further results of the main README."""
+def summary(grid: Document, audit: Document) -> Table:
+    """Returns the table of further results of the shipped pair."""
     rows = []
     for name, wanted in OF_THE_GRID:
         wanted = {"draft_length": 4, "batch": 4, "rule": "token"} | wanted
@@ -219,13 +219,6 @@ def summary(grid: Document, audit: Document, agreement: Document, slices: Docume
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
     checks = f"{passed} of {len(audit['checks'])} checks passed"
     rows.append(("audit of the shipped pair", cpu_of(audit), checks))
-    worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
-    error = f"forecast ms per token, worst error of {len(worst)} curves"
-    rows.append((error, cpu_of(agreement), f"{max(worst):.1%}"))
-    for topology, batch in (("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
-        where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
-        gain = faster(calibration.band_ratio(*forecast(slices, topology, batch)))
-        rows.append((f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, gain))
     return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
 
 
@@ -286,8 +279,8 @@ def learning(document: Document) -> Table:
 
 def domains(compiled_head: Document, *documents: Document) -> Table:
     """Returns the acceptance of the first drafted token, tokens per round, and speedup of each
-    exact method by domain, and the speedup of rounds of a head that were compiled for a chip; of
-    evaluations whose blocks are domains.
+    exact method, the ratio of times per token, by domain; of a head also the speedup of rounds that
+    were compiled for a chip. The blocks of the evaluations are domains.
     """
     rows: dict[str, dict[str, str]] = {}
     report = Report.from_json(compiled_head["report"])
@@ -309,13 +302,8 @@ def domains(compiled_head: Document, *documents: Document) -> Table:
                     if drafter.startswith("head"):
                         found.append(faster(calibration.band_ratio(step, round_ / emitted)))
                     row[f"{drafter}, T = {temperature:g}"] = "; ".join(found)
-    chip = report.topology.partition(":")[0]
-    title = "Acceptance of the first token; tokens per round; speedup"
-    note = (
-        "A speedup is the ratio of times per token over all problems of a domain; of heads the "
-        f"second is a forecast for one chip of TPU {chip}, from a compiler estimate."
-    )
-    return Table.of(title, list(rows.values()), note=note)
+    title = "Acceptance of the first token; tokens per round; speedups"
+    return Table.of(title, list(rows.values()))
 
 
 STUDY = Study(
@@ -332,10 +320,7 @@ STUDY = Study(
             ],
             headline,
         ),
-        "summary": Published(
-            ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
-            summary,
-        ),
+        "summary": Published(["python_pair_grid", "python_pair_audit"], summary),
         "compiled": Published([f"compile_{name}" for name in COMPILED], compiled),
         "learning": Published(["smollm2_head"], learning),
         "domains": Published(
