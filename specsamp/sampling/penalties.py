@@ -22,6 +22,7 @@ Array = jax.Array
 # Biases are padded to a multiple of this, so that their number seldom causes a compilation.
 BIASES_MULTIPLE = 4
 NO_TOKEN = -1
+MOST = 1e20  # of a number; a larger one, over a small temperature, would be infinite
 
 
 def penalties(
@@ -33,23 +34,26 @@ def penalties(
     per row.
 
     Args:
-      repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the
-        prompt or the completion (CTRL, arXiv 1909.05858, section 4.1, in the form that libraries
-        use); 1 is off.
-      presence: finite, subtracted once from the logits of tokens that occur in the completion.
-      frequency: finite, subtracted once for every occurrence of a token in the completion.
+      repetition: from 1e-20 to 1e20, divides positive and multiplies negative logits of tokens
+        that occur in the prompt or the completion (CTRL, arXiv 1909.05858, section 4.1, in the form
+        that libraries use); 1 is off.
+      presence: from -1e20 to 1e20, subtracted once from the logits of tokens that occur in the
+        completion.
+      frequency: from -1e20 to 1e20, subtracted once for every occurrence of a token in the
+        completion.
     """
-    limit = np.finfo(np.float32).max
+
+    def is_near_one(v: np.ndarray) -> np.ndarray:
+        return (v >= 1 / MOST) & (v <= MOST)
+
+    def is_small(v: np.ndarray) -> np.ndarray:
+        return np.abs(v) <= MOST
+
+    lies = "must lie in [{}, 1e20]"
     return Penalties(
-        checked(
-            "repetition",
-            repetition,
-            np.float32,
-            lambda v: (v > 0) & (v <= limit),
-            "must be > 0 and finite",
-        ),
-        checked("presence", presence, np.float32, lambda v: np.abs(v) <= limit, "must be finite"),
-        checked("frequency", frequency, np.float32, lambda v: np.abs(v) <= limit, "must be finite"),
+        checked("repetition", repetition, np.float32, is_near_one, lies.format("1e-20")),
+        checked("presence", presence, np.float32, is_small, lies.format("-1e20")),
+        checked("frequency", frequency, np.float32, is_small, lies.format("-1e20")),
     )
 
 
@@ -59,7 +63,7 @@ def bias(
     """Adds a number to the logits of single tokens; ``-inf`` excludes a token.
 
     Args:
-      values: the numbers, by token id.
+      values: the numbers, at most 1e20, by token id.
       until: the length of the text (>= 0 tokens) from which the biases are off, a scalar or one per
         row; None: never.
       room: the minimum size of the warp's arrays; warps with the same room share compiled programs.
@@ -71,7 +75,7 @@ def bias(
         for token in values
     ]
     numbers = [
-        checked("a bias", x, np.float32, lambda v: v < np.inf, "must be finite, or -inf")
+        checked("a bias", x, np.float32, lambda v: v <= MOST, "must be at most 1e20")
         for x in values.values()
     ]
     places = -(-max(len(values), room) // BIASES_MULTIPLE) * BIASES_MULTIPLE

@@ -126,11 +126,13 @@ def test_tokens_that_the_vocabulary_has_not_are_refused():
 
 test_refused_penalties = refused_calls(
     {
-        "repetition must be > 0 and finite; got 0.0": lambda: penalties(repetition=0.0),
-        "presence must be finite": lambda: penalties(presence=np.nan),
+        r"repetition must lie in \[1e-20, 1e20\]; got 0.0": lambda: penalties(repetition=0.0),
+        r"presence must lie in \[-1e20, 1e20\]; got nan": lambda: penalties(presence=np.nan),
+        r"frequency must lie in \[-1e20, 1e20\]; got -1e": lambda: penalties(frequency=-1e38),
         "banned tokens must be a list of ids; got 5": lambda: ban(5),
         "biases must be a mapping from token ids to numbers": lambda: bias([1]),
         "a biased token must be an id >= 0; got -1": lambda: ban([-1]),
-        "a bias must be finite, or -inf; got inf": lambda: bias({2: np.inf}),
+        "a bias must be at most 1e20; got inf": lambda: bias({2: np.inf}),
+        "a bias must be at most 1e20; got 3e": lambda: bias({2: 3e38}),  # logits would be infinite
     }
 )
