@@ -450,7 +450,7 @@ def check_output(path: str | None, flag: str = "output") -> None:
     try:
         storage.check_regular(path)
         storage.write(probe, " ")
-        storage.place(probe).unlink()
+        storage.place(probe).unlink(missing_ok=True)  # of another run, perhaps
     except OSError as error:
         raise ValueError(f"--{flag}={path} cannot be written: {_in_words(error)}") from error
 
