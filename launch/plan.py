@@ -18,6 +18,7 @@ file of launch/benchmark.py has both.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -34,11 +35,11 @@ from specsamp.analysis.acceptance import Acceptance, Profile
 from specsamp.analysis.costs import Costs, PerCall
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.report import Table
-from specsamp.analysis.tree_shape import TreeForecast, choose_shape
+from specsamp.analysis.tree_shape import TreeForecast, best_shape, choose_shape
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.pair_report import basis, compiled_costs
 from specsamp.tpu.topology import CHIPS, parse
-from specsamp.tpu.work import Roofline
+from specsamp.tpu.work import Roofline, Shape
 
 _ACCEPTANCE = flags.DEFINE_list(
     "acceptance",
@@ -143,6 +144,10 @@ def main() -> None:
         check_devices(report)
         cells = measured_cells(console) if _MEASURED.value else []
         accepted, costs = acceptance(cells), round_costs(cells, report)
+    ranks = None if _RANKS.value is None else numbers("ranks", _RANKS.value, float)
+    if ranks is not None:
+        best_shape(ranks, 2)  # refuses ranks, as the next line costs of chains, before all tables
+        costs.tree_ms(1, 2)
     lengths = range(_LONGEST.value + 1)
     places = [
         dict(batch=batch, context=context, new_tokens=_NEW_TOKENS.value, draft_lengths=lengths)
@@ -168,18 +173,18 @@ def main() -> None:
                 "plainly)"
             )
         console.print(f"{where(plan)}: {verdict}")
-    trees = tree_forecasts(costs, places, console) if _RANKS.value else []
+    trees = tree_forecasts(ranks, costs, places, console) if ranks else []
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
     entry.write_result(_OUTPUT.value, document | ({"trees": trees} if trees else {}), console)
 
 
 def tree_forecasts(
-    costs: Costs, places: Sequence[grid.Json], console: Console
+    ranks: Sequence[float], costs: Costs, places: Sequence[grid.Json], console: Console
 ) -> list[dict[str, TreeForecast]]:
     """Returns the best tree and the best chain for each batch and context, and prints which is
     better.
     """
-    ranks, found = numbers("ranks", _RANKS.value, float), []
+    found = []
     for place in places:
         ms = functools.partial(costs.tree_ms, batch=place["batch"], context=place["context"])
         tree, chain = choose_shape(
@@ -303,9 +308,27 @@ def roofline() -> Roofline:
             f"--devices={_DEVICES.value} cannot hold the models: weights of {size / 1e9:.1f} GB "
             f"take at least {least} {_CHIP.value} of {chip.hbm_bytes / 1e9:.0f} GB"
         )
-    return Roofline(
+    costs = Roofline(
         target=target.config, draft=draft.config, chip=_CHIP.value, devices=_DEVICES.value
     )
+    models = [target.config] if word.inside else [target.config, draft.config]
+    longest = min(model.max_positions for model in models)
+    for context in filter(lambda context: context > longest, _CONTEXT.value):
+        raise ValueError(f"--context={context} is above max_positions {longest} of the models")
+    for batch, context in itertools.product(
+        _BATCH.value, _CONTEXT.value or [min(longest, costs.default_context)]
+    ):
+        caches = batch * sum(
+            Shape.of(model).cache_bytes(model.cache_dtype or model.dtype, context)
+            for model in models
+        )
+        if size + caches > _DEVICES.value * chip.hbm_bytes:
+            raise ValueError(
+                f"--batch={batch} takes caches of {caches / 1e9:.1f} GB and weights of "
+                f"{size / 1e9:.1f} GB, more than {_DEVICES.value} {_CHIP.value} of "
+                f"{chip.hbm_bytes / 1e9:.0f} GB hold: lower it, or raise --devices"
+            )
+    return costs
 
 
 def where(plan: Plan) -> str:

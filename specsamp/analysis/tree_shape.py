@@ -53,6 +53,8 @@ def best_shape(ranks: Sequence[float], rows: int, depth: int | None = None) -> T
       depth: the largest depth; None: any.
     """
     ranks = tuple(validate.number(f"ranks[{i}]", rank, 0, 1) for i, rank in enumerate(ranks))
+    if not ranks or sum(ranks) > 1 + 1e-9:  # at most one sibling is accepted
+        raise ValueError(f"ranks must be probabilities whose sum is at most 1; got {ranks}")
     validate.integer("rows", rows, 2)
     depth = rows - 1 if depth is None else min(validate.integer("depth", depth, 1), rows - 1)
     if rows > sum(min(len(ranks), rows) ** n for n in range(depth + 1)):

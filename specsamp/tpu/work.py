@@ -122,6 +122,10 @@ class Shape:
             BYTES[dtype], BYTES["bfloat16"]
         )
 
+    def cache_bytes(self, dtype: str, slots: int) -> int:
+        """Returns the bytes of a sequence's caches; layers with a window have all slots too."""
+        return slots * (self.cached + self.windowed) * BYTES[dtype]
+
     def call(
         self,
         chip: Chip,

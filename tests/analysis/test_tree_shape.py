@@ -44,6 +44,7 @@ def test_best_tree_depends_on_costs():
 test_refused_shapes = refused_calls(
     {
         r"ranks\[1\] .* got 1.2": lambda: best_shape((0.6, 1.2), 4),
+        r"sum is at most 1; got \(0.6, 0.9\)": lambda: best_shape((0.6, 0.9), 4),
         "rows .* got 1": lambda: best_shape(RANKS, 1),
         "no tree of 5 rows has 1 ranks and depth 2": lambda: best_shape((0.6,), 5, 2),
     }
