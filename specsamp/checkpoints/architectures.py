@@ -204,7 +204,8 @@ def _two_rotations(
             "supported"
         )
     rotary = rotary_fields(fields, everywhere, shape)
-    return rotary | ({"window_rotary_base": float(near["rope_theta"])} if windows else {})
+    theta = validate.number(f"{fields.path}: rope_theta", near["rope_theta"], 0, above=True)
+    return rotary | ({"window_rotary_base": theta} if windows else {})
 
 
 def _gemma4_layers(fields: Fields, shape: dict) -> dict:

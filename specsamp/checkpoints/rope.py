@@ -75,9 +75,10 @@ def rotary_fields(
             f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary "
             "positions; this family rotates whole heads: remove one of the two"
         )
+    theta = given.get("rope_theta", fields("rope_theta", base))
     return dict(
         positions="rotary",
-        rotary_base=float(given.get("rope_theta", fields("rope_theta", base))),
+        rotary_base=validate.number(f"{fields.path}: rope_theta", theta, 0, above=True),
         rotary_size=int(head_size * share) if partial and share != 1 else None,
         rotary_scaling=scaling,
     )

@@ -239,8 +239,11 @@ test_refused_configs = refused_calls(
         "num_hidden_layers must be an integer >= 1 .*; got 2.0": lambda: read(
             "gemma3", num_hidden_layers=2.0
         ),
-        "config.json.*rotary_base must be a number above 0; got inf": lambda: read(
+        "config.json.*rope_theta must be a number above 0; got inf": lambda: read(
             "llama2", rope_theta=float("inf"), rope_parameters=None
+        ),
+        "rope_theta must be a number above 0; got True": lambda: read(
+            "llama2", rope_theta=True, rope_parameters=None
         ),
         "config.json.*factor of linear scaling must be a number above 0; got '2'": lambda: read(
             "llama2", rope_scaling=FACTOR
