@@ -28,7 +28,7 @@ from rich.console import Console
 
 from specsamp import storage, validate
 from specsamp.checkpoints.orbax import Checkpoints
-from specsamp.checkpoints.params import check_shapes, init_shapes
+from specsamp.checkpoints.params import check_shapes, digest_of_pair, init_shapes
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, make_method
@@ -306,7 +306,7 @@ def learn(
 
     Raises:
       ValueError: arguments that do not fit, before anything is sampled; a reward that is no number;
-        or the folder holds a run of other settings or shapes.
+        or the folder holds a run of other settings, weights or shapes, or is in use.
       FloatingPointError: the loss is no longer finite; that state is not saved.
     """
     if (config.draft is None) != (draft_task is None):
@@ -317,16 +317,20 @@ def learn(
     folder = storage.place(folder)
     if draft_task is not None:
         _check_draft(pair, rollouts.method.drafter, draft_task)
-    recorded = rollouts.describe(draft_task)
+    recorded = rollouts.describe(draft_task) | {"weights": digest_of_pair(pair)}
     check_run(folder, recorded)
-    storage.write_json(folder / "run.json", recorded)
     num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
     # On a mesh the compiler splits what an update computes.
     policy_task = PolicyGradient(
         TransformerLM(pair.target.config), config.temperature, config.clip, num_tokens
     )
-    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+    is_first = jax.process_index() == 0
+    with (
+        storage.locked(folder, wait=False) if is_first else contextlib.nullcontext(),
+        contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints,
+    ):
         state = _begin(pair, policy_task, draft_task, config, checkpoints)
+        storage.write_json(folder / "run.json", recorded)
         done = int(state.policy.step)
         log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
         tokens = config.policy.batch * config.max_new_tokens

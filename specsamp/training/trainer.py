@@ -24,6 +24,7 @@ from specsamp import storage, validate
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
+from specsamp.models.int8 import is_int8
 from specsamp.training.data import Mixture, Windows
 from specsamp.training.held_out import evaluate, evaluation_batch
 from specsamp.training.run_folder import MetricsLog, Progress
@@ -162,8 +163,10 @@ def init_state(
     task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None
 ) -> TrainState:
     """Builds the state of step 0, from a float32 copy of ``params`` or from the task's initial
-    parameters.
+    parameters; raises ValueError for weights in int8.
     """
+    if any(map(is_int8, jax.tree.leaves(params, is_leaf=is_int8))):
+        raise ValueError("weights in int8 cannot be trained: give the model's float weights")
     params = task.init(run_key(config), teacher_params) if params is None else params
     # Copies: an update donates its state.
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)

@@ -22,6 +22,7 @@ from specsamp import (
 )
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
+from specsamp.models.int8 import quantise
 from specsamp.serving.service import Service
 from specsamp.training.online import DraftLearner
 from specsamp.training.trainer import TrainConfig
@@ -206,11 +207,13 @@ def test_updates_end_at_the_last_step():
 
 ALONE = Pair(target=PAIR.target, target_params=())
 WITH_HEAD = dataclasses.replace(ALONE, head=HEAD, draft_params=())
+IN_INT8 = dataclasses.replace(PAIR, draft_params={"w": quantise(np.ones((2, 2)), (0,))})
 
 test_refused_online_learning = refused_calls(
     {
         "draft model .* a head": lambda: DraftLearner(WITH_HEAD, CONFIG),
         "draft model .* no draft": lambda: DraftLearner(ALONE, CONFIG),
+        "int8 cannot be trained": lambda: DraftLearner(IN_INT8, CONFIG),
         "length .* 0": lambda: learner(0),
         "prompt_ids has 2 twice": lambda: many(changing(), PROMPTS[:3], prompt_ids=[2, 1, 2]),
         "NgramDrafter": lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None),

@@ -16,7 +16,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from rich.console import Console
 
-from specsamp import BlockRule, Pair, TransformerLM, generate
+from specsamp import BlockRule, Pair, TransformerLM, generate, storage
 from specsamp.decoding.drafters import EarlyExitDrafter, NgramDrafter
 from specsamp.decoding.method import Method
 from specsamp.mesh.layout import make_mesh
@@ -248,6 +248,11 @@ def test_killed_rollout_training_resumes_exactly(tmp_path, whole):
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, LEARNING, reward=killed, draft_task=DRAFT)
+    other = dataclasses.replace(PAIR, draft_params=drawn_params(lm(8), 2))
+    with pytest.raises(ValueError, match="another configuration: weights was "):
+        run(tmp_path, LEARNING, other, draft_task=DRAFT)
+    with storage.locked(tmp_path), pytest.raises(ValueError, match="written by another run"):
+        run(tmp_path, LEARNING, draft_task=DRAFT)
     again = run(tmp_path, LEARNING, draft_task=DRAFT)
     assert records(tmp_path) == records(folder)
     jax.tree.map(assert_array_equal, again, state)
