@@ -166,7 +166,7 @@ def _model_of(
     masked.
     """
     # Which hold a copy together.
-    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
+    devices = 1 if mesh is None else mesh.shape.get(MODEL, 1) * mesh.shape.get(REPLICA, 1)
     rows = -(-max(one.config.vocab_size for one in sharing) // devices) * devices
     real = min(owner.tokenizer.vocab_size, rows)
     return TransformerLM.for_backend(

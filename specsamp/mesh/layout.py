@@ -95,7 +95,11 @@ def make_mesh(
             f"devices must be a list of devices, such as jax.devices(); got {devices!r}"
         )
     devices = jax.devices() if devices is None else devices
-    count = len(devices)
+    count = len({id(one) for one in devices})
+    if not 0 < count == len(devices):
+        raise ValueError(
+            f"devices must name each device once; got {len(devices)} with {count} different"
+        )
     for name, size in (("data", data), ("model", model)):
         if size is not None:
             validate.integer(f"the mesh axis {name!r}", size, 1)
@@ -149,6 +153,11 @@ class Layout(DeviceLayout):
         if DATA not in self.mesh.shape:
             raise ValueError(
                 f"the mesh has no axis {DATA!r}, only {', '.join(self.mesh.shape)}: use make_mesh"
+            )
+        if other := set(self.mesh.shape) - {DATA, REPLICA, MODEL}:
+            raise ValueError(
+                f"nothing is split over the mesh axis {other.pop()!r}, only over {DATA!r} and "
+                f"{MODEL!r}: use make_mesh"
             )
         if any(kind == AxisType.Explicit for kind in self.mesh.axis_types):
             raise ValueError(

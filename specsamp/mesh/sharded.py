@@ -76,9 +76,10 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
     """
     if draft_model_parallelism == 1:
         return Layout.replicated(mesh)
-    if draft_model_parallelism in (None, mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)):
+    ways = mesh.shape.get(MODEL, 1)
+    if draft_model_parallelism in (None, ways * mesh.shape.get(REPLICA, 1)):
         return Layout.tensor_parallel(mesh)
-    if draft_model_parallelism != mesh.shape[MODEL]:
+    if draft_model_parallelism != ways:
         raise ValueError(
             f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this "
             f"one is {dict(mesh.shape)}"

@@ -94,12 +94,22 @@ def test_too_large_mesh_suggests_a_fitting_one():
 
 
 @pytest.mark.parametrize(
-    "name, kind, message", [("data", "Explicit", "Explicit axes"), ("x", "Auto", "axis 'data'")]
+    "names, kind, message",
+    [
+        ("data model", "Explicit", "Explicit axes"),
+        ("x model", "Auto", "axis 'data'"),
+        ("data tensor", "Auto", "nothing is split over the mesh axis 'tensor'"),
+    ],
 )
-def test_mesh_without_make_mesh_is_refused(name, kind, message):
-    mesh = jax.make_mesh((1, 8), (name, "model"), axis_types=(AxisType[kind],) * 2)
+def test_mesh_without_make_mesh_is_refused(names, kind, message):
+    mesh = jax.make_mesh((1, 8), names.split(), axis_types=(AxisType[kind],) * 2)
     with pytest.raises(ValueError, match=f"{message}.*use make_mesh"):
-        Layout.tensor_parallel(mesh)
+        draft_layout(mesh)
+
+
+def test_mesh_needs_no_model_axis():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    assert draft_layout(mesh) == draft_layout(mesh, 1) == Layout.replicated(mesh)
 
 
 def test_devices_that_are_no_tpus_keep_their_order():
@@ -121,6 +131,8 @@ test_refused_meshes = refused_arguments(
         "data 1 x model 16 has 16 devices, but there are 8": dict(model=16),
         "num_kv_heads must be an integer.*got '2'": dict(num_kv_heads="2"),
         r"a list of devices, such as jax.devices\(\); got \[1\]": dict(devices=[1]),
+        "each device once; got 2 with 1 different": dict(devices=jax.devices()[:1] * 2),
+        "each device once; got 0 with 0 different": dict(devices=[]),
         "rows must be an integer >= 0.*got -1": dict(rows=-1),
     },
 )
