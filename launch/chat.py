@@ -11,7 +11,9 @@ read, only new ones since caches are kept.
 """
 
 import dataclasses
+import io
 import os
+import sys
 import time
 
 import jax
@@ -76,6 +78,8 @@ def main() -> None:
     talk.compile()
     told = "" if has_template else "no chat template: what you type is completed; "
     console.print(f"{told}/new, /undo, /quit", style="dim")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 end no chat
     while (line := ask(console)) is not None:
         if line == "/quit":
             break

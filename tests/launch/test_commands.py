@@ -131,10 +131,9 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
 
 def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
     save_tiny_pair(tmp_path, ["def f(x):"])
-    monkeypatch.setattr(
-        "sys.stdin",
-        io.StringIO("def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n" + "x" * 300 + "\n/quit\n"),
-    )
+    typed = b"def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n\xff" + b"x" * 300 + b"\n/quit\n"
+    stdin = io.TextIOWrapper(io.BytesIO(typed), "utf-8", "surrogateescape")  # as in the locale C
+    monkeypatch.setattr("sys.stdin", stdin)
     done = succeed(
         "chat",
         f"--config=configs/trained_pair.py:{tmp_path}",
