@@ -99,6 +99,7 @@ MARKS = {
     "pair.json": "a pair",
     "config.json": "a model or a head",
 }
+OF_PAIR = ("acceptance.json", "head", "block")  # that were made for the pair in a folder
 EXPORTED = "training.json"  # beside a model or a head that was exported here
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
@@ -116,6 +117,12 @@ def main() -> None:
                 f"--output must be a local folder, to be copied from there; got {_OUTPUT.value}"
             )
         check_folder("pair.json")
+        for name in OF_PAIR:
+            if (storage.place(_OUTPUT.value) / name).exists():
+                raise ValueError(
+                    f"--output={_OUTPUT.value} holds {name} of an earlier pair: remove it, or "
+                    "choose another folder"
+                )
         with entry.reading(f"the JSON of {_TARGET.value} or {_DRAFT.value}"):
             export_pair(
                 _TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console

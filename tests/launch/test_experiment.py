@@ -221,8 +221,13 @@ def test_export_replaces_nothing_of_another_kind(folder, tmp_path):
             said = refuse("export", source, f"--output={place}")
             assert f"--output={place} holds {content}: choose another folder" in said
         assert {path: path.read_bytes() for path in place.rglob("*")} == before
-    said = refuse("export", "--target=a", "--draft=b", f"--output={folder}")
-    assert "holds a model or a head" in said
+    (tmp_path / "pair" / "acceptance.json").write_text("{}")
+    for place, content in {
+        folder: "a model or a head",
+        tmp_path / "pair": "acceptance.json",
+    }.items():
+        said = refuse("export", "--target=a", "--draft=b", f"--output={place}")
+        assert f"--output={place} holds {content}" in said
 
 
 def test_model_drafter_without_draft_is_refused(folder, monkeypatch):
