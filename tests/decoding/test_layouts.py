@@ -18,6 +18,7 @@ from specsamp import (
     temperature,
     top_p,
 )
+from specsamp.models.compiling import FEW_ROWS, ON_TPU, options_on
 from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
@@ -80,3 +81,11 @@ def test_the_loop_may_stand_inside_another_program(pair):
     assert (
         dataclasses.replace(side.engine.loop.target, weight_order="default").compiler_options == ()
     )
+
+
+def test_options_that_a_compiler_refuses_are_left_out():
+    """Otherwise no program of a model could be compiled by a version without one of them."""
+    options_on.cache_clear()
+    known = FEW_ROWS[1]
+    assert options_on("cpu", (("xla_no_such_option", "1"), known)) == (known,)
+    assert options_on("tpu", (known, *ON_TPU)) == ()
