@@ -29,7 +29,7 @@ from specsamp.models.modules import normalise
 from specsamp.models.positions import Rotary, apply_rope
 from specsamp.models.recurrent import RecurrentCache, mix
 from specsamp.models.slots import write_slots
-from specsamp.models.visibility import Visibility
+from specsamp.models.visibility import BlockVisibility, Visibility
 from specsamp.sampling.warp import (
     chain,
     greedy,
@@ -118,9 +118,12 @@ def _attention(
     has_sinks: bool = False,
     tree: TreeShape | None = None,
     window: int | None = None,
+    is_block: bool = False,
     cap: float | None = None,
 ) -> KernelCheck:
-    """Attends with ``group`` queries for each kv head and token."""
+    """Attends with ``group`` queries for each kv head and token; those of a block see each other
+    both ways.
+    """
     heads = kv_heads * group
 
     def draw():
@@ -132,6 +135,9 @@ def _attention(
     def compute(kernels, q_BNTH, k_BMSH, v_BMSH, start_B, distances_BNTS):
         block = None if tree is None else tree.block(start_B)
         visible = Visibility(start_B=start_B, num_queries=length, window=window, block=block)
+        if is_block:
+            first_B1 = start_B[:, None]
+            visible = BlockVisibility(anchors_BA=first_B1, first_BA=first_B1, block_size=length)
         is_paired = kernels is not None and size == PAIRED_SIZE
         cache = CACHES[is_paired, "int8" if in_int8 else None].of(k_BMSH, v_BMSH)
         cache = dataclasses.replace(cache, kernels=kernels)
@@ -313,7 +319,15 @@ CHECKS = (
     _attention(
         "one token in bfloat16", length=1, slots=2048, kv_heads=8, group=4, dtype="bfloat16"
     ),
-    _attention("one group of heads", length=17, slots=2048, kv_heads=1, group=6, dtype="bfloat16"),
+    _attention(
+        "a block, one group of heads",
+        length=17,
+        slots=2048,
+        kv_heads=1,
+        group=6,
+        dtype="bfloat16",
+        is_block=True,
+    ),
     _attention(
         "a window in int8", length=33, slots=1024, kv_heads=2, group=2, window=40, in_int8=True
     ),
