@@ -21,9 +21,10 @@ from typing import Any
 
 from specsamp import storage, validate
 from specsamp.checkpoints.fields import Fields
-from specsamp.checkpoints.rope import rope_parameters, rotary_fields
+from specsamp.checkpoints.rope import ORIGINAL, rope_parameters, rotary_fields
 from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.config import ExpertsConfig, RecurrentConfig, TransformerConfig
+from specsamp.models.positions import RotaryScaling
 
 KEYS: dict[str, dict[str, Any]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
@@ -149,6 +150,28 @@ def _rotary(fields: Fields, shape: dict, base: float = 10_000.0) -> dict:
     return rotary_fields(fields, rope_parameters(fields), shape, base=base)
 
 
+def _smollm3_rotary(fields: Fields, shape: dict) -> dict:
+    """Returns layers that rotate nothing as layers without a window; that of all others is the
+    whole context.
+    """
+    count, every = shape["num_layers"], fields("no_rope_layer_interval", 4)
+    fields.require("layer_types", count * ["full_attention"])
+    fields.require("use_sliding_window", False)
+    rotary = rotary_fields(fields, rope_parameters(fields), shape, base=2e6, kinds=())
+    turns = fields("no_rope_layers", [(i + 1) % every for i in range(count)])
+    return rotary | dict(
+        window=shape["max_positions"],
+        global_layers=tuple(i for i in range(count) if not turns[i]),
+        window_rotary_base=rotary["rotary_base"],
+        rotary_scaling=RotaryScaling(kind="proportional", factor=1.0, share=0.0),
+    )
+
+
+def _phi3_rotary(fields: Fields, shape: dict) -> dict:
+    given = {ORIGINAL: 4096, **rope_parameters(fields)}
+    return rotary_fields(fields, given, shape, partial=True, kinds=("longrope",))
+
+
 def _gpt_neox_rotary(fields: Fields, shape: dict) -> dict:
     rotary = {
         "rope_theta": fields("rotary_emb_base", 10_000),
@@ -164,12 +187,20 @@ def _gpt2_variants(fields: Fields, shape: dict) -> dict:
     return {}
 
 
-def _gemma_scales(fields: Fields, shape: dict) -> dict:
+def _gemma_embedding(fields: Fields, shape: dict) -> dict:
     fields.require("use_bidirectional_attention", False)
-    return dict(
-        embedding_scale=math.sqrt(shape["width"]),
-        attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5,
-    )
+    return dict(embedding_scale=math.sqrt(shape["width"]))
+
+
+def _gemma1_embedding(fields: Fields, shape: dict) -> dict:
+    act = fields("hidden_act", "gelu")  # of old files, which mean the approximation
+    validate.choice(f"{fields.path}: hidden_act", act, ("gelu", "gelu_pytorch_tanh"))
+    return _gemma_embedding(fields, shape)
+
+
+def _gemma_scales(fields: Fields, shape: dict) -> dict:
+    scale = fields("query_pre_attn_scalar", 256) ** -0.5
+    return _gemma_embedding(fields, shape) | dict(attention_scale=scale)
 
 
 def _gemma3_positions(fields: Fields, shape: dict) -> dict:
@@ -398,6 +429,18 @@ FAMILIES = {
     "LlamaForCausalLM": Family(
         model_type="llama", names=TABLES["llama"], keys=LLAMA, more=(_rotary,)
     ),
+    "SmolLM3ForCausalLM": Family(
+        model_type="smollm3",
+        names=TABLES["llama"],
+        keys=(*LLAMA, "smollm3"),
+        more=(_smollm3_rotary,),
+    ),
+    "Phi3ForCausalLM": Family(
+        model_type="phi3",
+        names=TABLES["llama"] | TABLES["phi3"],
+        keys=(*LLAMA, "phi3"),
+        more=(_phi3_rotary, _mixtral_windows),
+    ),
     "ArceeForCausalLM": Family(
         model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)
     ),
@@ -467,6 +510,12 @@ FAMILIES = {
         names=TABLES["gpt_neox"],
         keys=("sizes", "gpt_neox"),
         more=(_gpt_neox_rotary,),
+    ),
+    "GemmaForCausalLM": Family(
+        model_type="gemma",
+        names=TABLES["llama"],
+        keys=(*LLAMA, "gemma", "gemma1"),
+        more=(_rotary, _gemma1_embedding),
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",

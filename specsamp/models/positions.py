@@ -33,20 +33,24 @@ class RotaryScaling:
     frequencies of dimensions that turn less than ``low`` times within the original positions, keeps
     those of dimensions that turn more than ``high`` times, with a ramp in between, and multiplies
     cosine and sine by ``amplitude`` (Peng et al., arXiv 2309.00071). "proportional" turns the first
-    ``share`` of the dimensions, and divides their frequencies by ``factor`` (Gemma 4).
+    ``share`` of the dimensions, and divides their frequencies by ``factor`` (Gemma 4). "longrope"
+    divides each frequency by one of the ``divisors``, and multiplies as "yarn", within the original
+    positions (Ding et al., arXiv 2402.13753).
     """
 
     kind: str
     factor: float
-    original_positions: int | None = None  # of "llama3" and "yarn"
+    original_positions: int | None = None  # of "llama3", "yarn" and "longrope"
     low: float = 1.0
     high: float = 4.0
     amplitude: float = 1.0
     whole_dimensions: bool = True  # of "yarn": the ramp begins and ends on whole dimensions
     share: float = 1.0  # of "proportional"
+    divisors: tuple[float, ...] = ()  # of "longrope"
 
     def __post_init__(self):
-        kinds = ("linear", "llama3", "yarn", "proportional")
+        object.__setattr__(self, "divisors", tuple(self.divisors))
+        kinds = ("linear", "llama3", "yarn", "proportional", "longrope")
         validate.choice("the kind of a RotaryScaling", self.kind, kinds)
         validate.number("the factor of a RotaryScaling", self.factor, 0, above=True)
         if self.kind in ("llama3", "yarn") and (
@@ -85,6 +89,8 @@ class Rotary:
     def _scaled(self, frequencies: Array, scaling: RotaryScaling) -> Array:
         if scaling.kind == "linear":
             return frequencies / scaling.factor
+        if scaling.kind == "longrope":
+            return frequencies / jnp.asarray(scaling.divisors, jnp.float32)
         if scaling.kind == "proportional":
             num_turned = int(scaling.share * self.size // 2)
             is_turned = jnp.arange(self.size // 2) < num_turned

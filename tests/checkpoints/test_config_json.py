@@ -150,6 +150,15 @@ def test_architecture_and_model_type_are_one_family(name):
             read(name, model_type=other)
 
 
+def test_longrope_ends_with_the_original_positions():
+    """Its amplitude is that of the longer context, which would change all keys in a cache."""
+    found = read("phi3")
+    assert found.max_positions == 48 and found.rotary_size == 4
+    assert found.rotary_scaling.divisors == (1.0, 1.5)
+    longer = read("phi3", max_position_embeddings=48**2)
+    assert longer.max_positions == 48 and longer.rotary_scaling.amplitude == 2**0.5
+
+
 def test_which_layers_have_a_window():
     mixed = ["full_attention", "sliding_attention"]
     found = read("qwen2", layer_types=mixed, use_sliding_window=True, sliding_window=5)
@@ -224,6 +233,7 @@ def test_names_and_windows_as_files_have_them():
 
 
 MIXED = ["full_attention", "sliding_attention"]
+LONG = dict(rope_type="longrope", original_max_position_embeddings=16)
 FACTOR = dict(rope_type="linear", factor="2")
 EMBEDDINGS = LLAMA3 | dict(original_max_position_embeddings="8")
 
@@ -260,6 +270,21 @@ test_refused_configs = refused_calls(
         "sliding_attention.*sliding_window": lambda: read(
             "qwen2", layer_types=MIXED, use_sliding_window=None, sliding_window=5
         ),
+        "config.json: short_factor must be a number above 0; got -1": lambda: read(
+            "phi3", rope_scaling=LONG | dict(short_factor=[1.0, -1])
+        ),
+        "3 numbers in short_factor; it must have 4, half the": lambda: read(
+            "llama2", rope_scaling=LONG | dict(short_factor=3 * [1.0])
+        ),
+        "has 0 numbers in short_factor": lambda: read("phi3", rope_scaling=LONG),
+        "'linear'.*; supported are default, longrope \\(": lambda: read(
+            "phi3", rope_scaling=FACTOR
+        ),
+        "hidden_act must be one of gelu, .*; got 'silu'": lambda: read("gemma", hidden_act="silu"),
+        "'yarn'.*; supported are default \\(": lambda: read(
+            "smollm3", rope_scaling=SCALINGS["yarn"]
+        ),
+        "use_sliding_window = True; only False": lambda: read("smollm3", use_sliding_window=True),
         "but no sliding_window: set it": lambda: read("gemma2", sliding_window=None),
     }
 )
