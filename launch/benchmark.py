@@ -103,8 +103,6 @@ def main() -> None:
             )
         entry.check_output(f"{_TRACE.value.rstrip('/')}/profile", "trace")
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
-    reads = [one.drafter for one in (config, *configs) if one.word.draft] or [config.drafter]
-    config = config.turned({"drafter": reads[0]})  # a draft is read if any cell needs it
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     console.print(headline(experiment))
     cells = replica.part(dict(enumerate(make_cells(configs, experiment))), "cells")

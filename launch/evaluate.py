@@ -35,7 +35,7 @@ from absl import flags
 from launch.lib import costs, entry
 from launch.lib.cells import machine_identity
 from launch.lib.evaluation_tables import evaluation_tables
-from launch.lib.experiment import Experiment, build, headline
+from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import MACHINE, ExperimentConfig, ExperimentFlag, own_with_digest
 from launch.lib.own_code import is_own
 from launch.lib.rules import LOSSY, RULES
@@ -131,6 +131,7 @@ def main() -> None:
     Results.open(output, identity)
     ways = ways_of(config)
     _CONFIG.refuse_unread([own.drafter for own in ways.values() if not own.is_plain])
+    use_few_rows(config, console)
     experiments = build_each(
         config, ways, [one.prompt for one in problems.values()][: config.batch]
     )

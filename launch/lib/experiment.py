@@ -163,13 +163,14 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     """Reads the models of configs/hf.py; prints a line for every gigabyte and every difference of
-    the two. A draft is read only if the drafter, or own code, may use it.
+    the two. For a drafter that may read either, the draft is a head or a model by its config.json.
     """
-    console, names, word = entry.make_console(stderr=True), config.hugging_face, config.word
-    draft, is_head = names.draft, word.draft in HEADS
-    if not word.draft:
-        draft = draft if is_own(config.drafter) else ""
-        is_head = bool(draft) and not is_model(storage.read_json(config_path(draft)))
+    console, names, kind = entry.make_console(stderr=True), config.hugging_face, config.word.draft
+    draft, is_head = names.draft, kind in HEADS
+    if kind is None and draft == names.target:  # whose module drafts
+        draft = ""
+    elif kind is None and draft:
+        is_head = not is_model(storage.read_json(config_path(draft)))
     return read_pair(
         names.target,
         draft or None,

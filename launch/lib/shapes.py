@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.lib.fields import ExperimentConfig, make_model
-from launch.lib.own_code import is_own
 from specsamp import EarlyExitDrafter, TransformerLM, storage
 from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from specsamp.checkpoints.hub import ASSETS
 from specsamp.checkpoints.public_heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_head
+from specsamp.checkpoints.trained_pair import HEADS
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
@@ -67,12 +67,12 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
             for side, shape in fields.items()
             if shape is not None
         }
-    models, is_free = {}, is_own(config.drafter)  # to read any draft, or none
-    for side in ("target", "draft") if config.word.draft == "model" or is_free else ("target",):
+    models, kind = {}, config.word.draft
+    for side in ("target",) if kind in HEADS else ("target", "draft"):
         name = getattr(config.hugging_face, side)
         path = pathlib.Path(name, "config.json").expanduser()
         content = storage.read_json(path) if name and path.is_file() else CONFIGS.get(name)
-        if content is not None and (not is_free or is_model(content)):
+        if content is not None and (kind or is_model(content)):
             shape = parse_config(name, content, config.hugging_face.dtype)[1]
             models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
     return models

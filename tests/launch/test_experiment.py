@@ -304,7 +304,7 @@ def test_commands_check_heads_and_write_conversations(folder, head, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_only_drafters_with_drafts_read_a_head(folder, head, tmp_path):
+def test_a_head_is_read_for_other_drafters_as_a_head(folder, head, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from specsamp import NgramDrafter\n"
         "def Mine(K, head): return NgramDrafter(K if head else 1)\n"
@@ -313,7 +313,7 @@ def test_only_drafters_with_drafts_read_a_head(folder, head, tmp_path):
     config.update({"drafter": "ngram", "draft_length": 2})
     config.hugging_face.dtype = "float32"
     built = experiment.build(ExperimentConfig.from_config_dict(config))
-    assert built.pair.head is None and built.pair.draft is None
+    assert built.pair.head is not None and built.pair.draft is None
     config.drafter = f"{tmp_path / 'mine.py'}:Mine(K, draft)"
     built = experiment.build(ExperimentConfig.from_config_dict(config))
     assert built.pair.head is not None and built.method.drafter.K == 2
