@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import reprlib
 import signal
 import subprocess
 import sys
@@ -84,11 +83,10 @@ class ChatTemplate:
         has_tools = variables["tools"] is not None and self.tool_source is not None
         source = self.tool_source if has_tools else self.source
         for name, value in options.items():
-            is_nothing = name == "add_generation_prompt" or name in usual and not value
-            if name not in source and not is_nothing and not (name == "tools" and has_tools):
+            if name not in usual and name not in source:
                 raise ValueError(
-                    f"the chat template of {self.path} does not read {name} = "
-                    f"{reprlib.repr(value)}: leave it out"
+                    f"the chat template of {self.path} does not read {name} = {value!r:.40}: leave "
+                    "it out"
                 )
         try:
             request = json.dumps([source, variables])

@@ -109,8 +109,6 @@ def test_absent_tools_and_documents_are_none():
     assert template(text).render([ASK], tools=[], documents=[{}]) == "False False True"
     with pytest.raises(ValueError, match="does not read temperature = 0.5: leave it out"):
         template(text).render([ASK], temperature=0.5)
-    with pytest.raises(ValueError, match=r"does not read tools = \[{}\]: leave it out"):
-        template("{{ messages }}").render([ASK], tools=[{}])
 
 
 def test_messages_have_no_nulls_and_nothing_is_added():
