@@ -22,7 +22,9 @@ Array = jax.Array
 # Biases are padded to a multiple of this, so that their number seldom causes a compilation.
 BIASES_MULTIPLE = 4
 NO_TOKEN = -1
-MOST = 1e20  # of a number; a larger one, over a small temperature, would be infinite
+# Of numbers and factors: products of larger ones, over a small temperature, would be infinite.
+MOST = 1e20
+MOST_TIMES = 1e10
 
 
 def penalties(
@@ -34,7 +36,7 @@ def penalties(
     per row.
 
     Args:
-      repetition: from 1e-20 to 1e20, divides positive and multiplies negative logits of tokens
+      repetition: from 1e-10 to 1e10, divides positive and multiplies negative logits of tokens
         that occur in the prompt or the completion (CTRL, arXiv 1909.05858, section 4.1, in the form
         that libraries use); 1 is off.
       presence: from -1e20 to 1e20, subtracted once from the logits of tokens that occur in the
@@ -42,19 +44,16 @@ def penalties(
       frequency: from -1e20 to 1e20, subtracted once for every occurrence of a token in the
         completion.
     """
-
-    def is_near_one(v: np.ndarray) -> np.ndarray:
-        return (v >= 1 / MOST) & (v <= MOST)
-
-    def is_small(v: np.ndarray) -> np.ndarray:
-        return np.abs(v) <= MOST
-
-    lies = "must lie in [{}, 1e20]"
     return Penalties(
-        checked("repetition", repetition, np.float32, is_near_one, lies.format("1e-20")),
-        checked("presence", presence, np.float32, is_small, lies.format("-1e20")),
-        checked("frequency", frequency, np.float32, is_small, lies.format("-1e20")),
+        _within("repetition", repetition, 1 / MOST_TIMES, MOST_TIMES),
+        _within("presence", presence, -MOST, MOST),
+        _within("frequency", frequency, -MOST, MOST),
     )
+
+
+def _within(name: str, value: float | Sequence[float], low: float, high: float) -> Any:
+    lies = f"must lie in [{low:.3g}, {high:.3g}]"
+    return checked(name, value, np.float32, lambda v: (v >= low) & (v <= high), lies)
 
 
 def bias(

@@ -86,6 +86,17 @@ def test_a_bias_ends_within_a_drafted_block():
     assert found > FALSE_ALARM
 
 
+@pytest.mark.parametrize("repetition", [1e-10, 1e10])
+def test_numbers_at_their_bounds_stay_finite(repetition):
+    numbers = penalties(repetition, presence=1e20, frequency=-1e20)
+    warp = chain(bias({0: 1e20}), numbers, temperature(1e-5))
+    state = warp.init(jnp.asarray([[0, 1]]), jnp.asarray([2]), 3)
+    for token in (0, 1):
+        state = warp.advance(state, jnp.asarray([token]))
+    probs = np.exp(np.asarray(log_probs(warp, jnp.asarray([[1.0, -2.0, 3.0]]), state)))
+    np.testing.assert_allclose(probs.sum(), 1, rtol=1e-6)
+
+
 def test_biases_may_differ_by_row():
     logits_BTV = jnp.zeros((2, 2, 4))
     warp = bias({3: [-np.inf, 0.0], 0: [0.0, np.log(3)]})
@@ -126,9 +137,9 @@ def test_tokens_that_the_vocabulary_has_not_are_refused():
 
 test_refused_penalties = refused_calls(
     {
-        r"repetition must lie in \[1e-20, 1e20\]; got 0.0": lambda: penalties(repetition=0.0),
-        r"presence must lie in \[-1e20, 1e20\]; got nan": lambda: penalties(presence=np.nan),
-        r"frequency must lie in \[-1e20, 1e20\]; got -1e": lambda: penalties(frequency=-1e38),
+        r"repetition must lie in \[1e-10, 1e[+]10\]; got 0.0": lambda: penalties(repetition=0.0),
+        r"presence must lie in \[-1e[+]20, 1e[+]20\]; got nan": lambda: penalties(presence=np.nan),
+        r"frequency must lie in \[-1e[+]20, 1e[+]20\]; got -1e": lambda: penalties(frequency=-1e38),
         "banned tokens must be a list of ids; got 5": lambda: ban(5),
         "biases must be a mapping from token ids to numbers": lambda: bias([1]),
         "a biased token must be an id >= 0; got -1": lambda: ban([-1]),
