@@ -96,7 +96,7 @@ def make_mesh(
         )
     devices = jax.devices() if devices is None else devices
     count = len({id(one) for one in devices})
-    if not 0 < count == len(devices):
+    if count == 0 or count < len(devices):
         raise ValueError(
             f"devices must name each device once; got {len(devices)} with {count} different"
         )
@@ -154,11 +154,12 @@ class Layout(DeviceLayout):
             raise ValueError(
                 f"the mesh has no axis {DATA!r}, only {', '.join(self.mesh.shape)}: use make_mesh"
             )
-        if other := set(self.mesh.shape) - {DATA, REPLICA, MODEL}:
-            raise ValueError(
-                f"nothing is split over the mesh axis {other.pop()!r}, only over {DATA!r} and "
-                f"{MODEL!r}: use make_mesh"
-            )
+        for axis, size in self.mesh.shape.items():
+            if size > 1 and axis not in (DATA, REPLICA, MODEL):
+                raise ValueError(
+                    f"nothing is split over the mesh axis {axis!r}, only over {DATA!r} and "
+                    f"{MODEL!r}: use make_mesh"
+                )
         if any(kind == AxisType.Explicit for kind in self.mesh.axis_types):
             raise ValueError(
                 "the mesh has Explicit axes: pass axis_types=(AxisType.Auto, ...) or use make_mesh"

@@ -110,6 +110,9 @@ def test_mesh_without_make_mesh_is_refused(names, kind, message):
 def test_mesh_needs_no_model_axis():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     assert draft_layout(mesh) == draft_layout(mesh, 1) == Layout.replicated(mesh)
+    # Nor does an axis of one device split anything.
+    mesh = jax.make_mesh((1, 1, 8), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    assert Layout.tensor_parallel(mesh).over == ("model",)
 
 
 def test_devices_that_are_no_tpus_keep_their_order():
