@@ -26,12 +26,11 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
+from launch.lib.cells import read_numbered
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig, ExperimentFlag, own_with_digest
 from launch.lib.own_code import is_own
-from specsamp import CompletionLog, generate_many, storage, validate
-from specsamp.decoding.request import Prompt
-from specsamp.evaluation.records import read_records
+from specsamp import CompletionLog, generate_many, storage
 from specsamp.serving.orders import parse_order
 from specsamp.training.conversations import write_conversations
 
@@ -72,7 +71,7 @@ def main() -> None:
         raise ValueError(
             f"--output={_OUTPUT.value} is a stream, from which no run can go on: name a file"
         )
-    prompts = replica.part(read_prompts(_PROMPTS.value, bool(config.chat)), "prompts")
+    prompts = replica.part(read_numbered(_PROMPTS.value, bool(config.chat)), "prompts")
     texts = list(prompts.values())
     experiment = build(config, texts[: config.batch])
     own = [own_with_digest(word) for word in (config.rule, config.drafter) if is_own(word)]
@@ -125,36 +124,6 @@ def write_chats(config: ExperimentConfig, console: Console) -> None:
             report=lambda tokens: say(f"{tokens} of {_CONVERSATIONS.value} tokens"),
         )
     entry.say_written(folder, console)
-
-
-def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:
-    """Returns the prompts of a file by their ids; with ``chat``, a text is the message of a user.
-
-    Raises:
-      ValueError: a line is wrong; the message has its number.
-    """
-    found: dict[int, Prompt] = {}
-    for place, record in enumerate(read_records(path, {})):
-        where = f"{path}, prompt {place + 1}"
-        record = {name: value for name, value in record.items() if value is not None}
-        id = validate.integer(f"{where}: id", record.get("id", place))
-        if id in found:
-            raise ValueError(f"{where}: id {id} is that of an earlier prompt")
-        prompt = record.get("messages") or record.get("prompt")
-        if not prompt or not isinstance(prompt, list if "messages" in record else str):
-            raise ValueError(
-                f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}'
-            )
-        variables = {name: record[name] for name in record if name not in ("id", "prompt")}
-        if isinstance(prompt, list):
-            if "prompt" in record:
-                raise ValueError(f"{where}: it has a prompt and messages: leave one out")
-            found[id] = variables
-        elif variables:
-            raise ValueError(f"{where}: a line has id and prompt; got also {', '.join(variables)}")
-        else:
-            found[id] = [{"role": "user", "content": prompt}] if chat else prompt
-    return found
 
 
 if __name__ == "__main__":

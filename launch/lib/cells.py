@@ -15,7 +15,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields, own_with_digest
-from specsamp import machine, storage
+from specsamp import machine, storage, validate
 from specsamp.analysis.grid import SIDES, Cell, Results, describe, measure_cells
 from specsamp.decoding.request import Prompt
 from specsamp.evaluation.records import read_records
@@ -210,13 +210,7 @@ def read_prompts(path: str | None) -> list[Prompt]:
                 for one in listed
             ]
     elif path.endswith(".jsonl"):
-        with entry.reading(path):
-            prompts = [
-                {name: value for name, value in one.items() if name != "id"}
-                if "messages" in one
-                else one["prompt"]
-                for one in read_records(path, {})
-            ]
+        prompts = list(read_numbered(path).values())
     else:
         lines = io.StringIO(storage.read_text(path), newline=None)  # a form feed ends no line
         prompts = [line.removesuffix("\n").replace("\\n", "\n") for line in lines]
@@ -226,3 +220,34 @@ def read_prompts(path: str | None) -> list[Prompt]:
         if not prompt:
             raise ValueError(f"prompt {number} of {path} is empty")
     return prompts
+
+
+def read_numbered(path: str, chat: bool = False) -> dict[int, Prompt]:
+    """Returns the prompts of a file of JSON lines by their ids; with ``chat``, a text is the
+    message of a user.
+
+    Raises:
+      ValueError: a line is wrong; the message has its number.
+    """
+    found: dict[int, Prompt] = {}
+    for place, record in enumerate(read_records(path, {})):
+        where = f"{path}, prompt {place + 1}"
+        record = {name: value for name, value in record.items() if value is not None}
+        id = validate.integer(f"{where}: id", record.get("id", place))
+        if id in found:
+            raise ValueError(f"{where}: id {id} is that of an earlier prompt")
+        prompt = record.get("messages") or record.get("prompt")
+        if not prompt or not isinstance(prompt, list if "messages" in record else str):
+            raise ValueError(
+                f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}'
+            )
+        variables = {name: record[name] for name in record if name not in ("id", "prompt")}
+        if isinstance(prompt, list):
+            if "prompt" in record:
+                raise ValueError(f"{where}: it has a prompt and messages: leave one out")
+            found[id] = variables
+        elif variables:
+            raise ValueError(f"{where}: a line has id and prompt; got also {', '.join(variables)}")
+        else:
+            found[id] = [{"role": "user", "content": prompt}] if chat else prompt
+    return found

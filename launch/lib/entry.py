@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import secrets
 import shlex
 import sys
 import threading
@@ -446,11 +447,11 @@ def check_output(path: str | None, flag: str = "output") -> None:
         return
     if storage.place(path).is_dir():
         raise ValueError(f"--{flag}={path} is a folder: name a file in it")
-    probe = f"{path}.probe"
+    probe = f"{path}.{secrets.token_hex(4)}.probe"  # other runs may try the same path
     try:
         storage.check_regular(path)
         storage.write(probe, " ")
-        storage.place(probe).unlink(missing_ok=True)  # of another run, perhaps
+        storage.place(probe).unlink()
     except OSError as error:
         raise ValueError(f"--{flag}={path} cannot be written: {_in_words(error)}") from error
 

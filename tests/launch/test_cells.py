@@ -111,7 +111,9 @@ def test_files_of_prompts(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps({"prompts": [{"text": "x"}, talk]}))
     assert cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class\fA:"]
     assert cells.read_prompts(str(tmp_path / "b.json")) == ["x", talk]
-    (tmp_path / "c.jsonl").write_text('{"id": 3, "prompt": "x"}\n' + json.dumps(talk | {"id": 4}))
+    (tmp_path / "c.jsonl").write_text(
+        '{"id": 3, "prompt": "x"}\n' + json.dumps(talk | {"prompt": None})
+    )
     assert cells.read_prompts(str(tmp_path / "c.jsonl")) == ["x", talk]
 
 
@@ -135,6 +137,9 @@ test_refused_prompts = refused_calls(
         "holds no prompts": lambda: read("prompts.txt", b""),
         "prompt 2 of .*txt.* is empty": lambda: read("prompts.txt", b"one\n\ntwo"),
         "prompt 2 of .*json.* is empty": lambda: read("prompts.json", b'["a", ""]'),
+        "jsonl, prompt 1: it has a prompt and messages": lambda: read(
+            "prompts.jsonl", b'{"prompt": "x", "messages": [{}]}'
+        ),
         "is no JSON:": lambda: read("prompts.json", b'["a"'),
         "prompts.txt is no text in UTF-8": lambda: read("prompts.txt", b"\xff"),
         "is damaged, or of another kind": lambda: read("prompts.json", b'{"texts": []}'),
