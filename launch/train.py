@@ -117,9 +117,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of "
             f"{model.vocab_size}"
         )
-    windows = Windows(
-        token_stream(corpus.train.values(), tokenizer), data.length, train_config.seed
-    )
+    windows = Windows(token_stream(corpus.train, tokenizer), data.length, train_config.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, corpus)
     check_rows(train_config, held_out, mesh)
@@ -392,7 +390,8 @@ def make_tokenizer(
     if parent is not None and (name := config.data.tokenizer):
         of_parent = parent.folder / "tokenizer.json"
         theirs = parent.tokenizer if parent.public else JsonTokenizer(of_parent)
-        if JsonTokenizer(name).to_json() != theirs.to_json():
+        given = JsonTokenizer(name, rows=parent.config.vocab_size if parent.public else None)
+        if given.to_json() != theirs.to_json():
             raise ValueError(
                 f"data.tokenizer {name} is not the tokenizer of {parent.folder}, which the run "
                 "takes: leave it out"

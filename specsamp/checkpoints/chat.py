@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ class ChatTemplate:
         has_tools = variables["tools"] is not None and self.tool_source is not None
         source = self.tool_source if has_tools else self.source
         for name, value in options.items():
-            if name not in usual and name not in source:
+            if name not in usual and not re.search(rf"\b{re.escape(name)}\b", source):
                 raise ValueError(
                     f"the chat template of {self.path} does not read {name} = {value!r:.40}: leave "
                     "it out"

@@ -12,7 +12,7 @@ import io
 import json
 import pathlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -252,10 +252,11 @@ def integer_tokenizer(vocab_size: int, eos: str = EOS) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
+def token_stream(texts: Mapping[str, TrainingText], tokenizer) -> np.ndarray:
     """Concatenates all texts, with an end-of-text token before each and at the end.
 
     Args:
+      texts: by file and line, as in `Corpus`.
       tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a
         chat template. Sequences of integers are tokens already.
 
@@ -263,18 +264,23 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
       ``[tokens]`` int32.
 
     Raises:
-      ValueError: an integer is outside the vocabulary.
+      ValueError: an integer is outside the vocabulary, or the chat template refuses a conversation.
     """
 
-    def encode(text: TrainingText) -> Sequence[int]:
+    def encode(name: str, text: TrainingText) -> Sequence[int]:
         if isinstance(text, np.ndarray):
             validate.integer("a token of the arrays", int(text.max()), 0, tokenizer.vocab_size)
             return text
         if isinstance(text, ChatText):
-            return tokenizer.encode_chat(**text.conversation, complete=True)
+            try:
+                return tokenizer.encode_chat(**text.conversation, complete=True)
+            except ValueError as error:
+                if type(error) is not ValueError:  # a machine that cannot render is no fault of it
+                    raise
+                raise ValueError(f"{name}: {error}") from error
         return tokenizer.encode(text)
 
-    pieces = [np.array([tokenizer.eos_id, *encode(text)], np.int32) for text in texts]
+    pieces = [np.array([tokenizer.eos_id, *encode(*text)], np.int32) for text in texts.items()]
     return np.concatenate([*pieces, np.array([tokenizer.eos_id], np.int32)])
 
 
@@ -342,7 +348,7 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
     validate.integer("data.held_out_windows", most, 1)
     if not corpus.held_out:
         raise ValueError("no file is held out for evaluation: raise held_out, or give more files")
-    stream = token_stream(corpus.held_out.values(), tokenizer)
+    stream = token_stream(corpus.held_out, tokenizer)
     if len(stream) <= 2 * length:
         raise ValueError(
             f"the held-out files have {len(stream)} tokens, too few for two windows of data.length "

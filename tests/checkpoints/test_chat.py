@@ -108,7 +108,7 @@ def test_absent_tools_and_documents_are_none():
     assert template(text).render([ASK]) == "True True True"
     assert template(text).render([ASK], tools=[], documents=[{}]) == "False False True"
     with pytest.raises(ValueError, match="does not read temperature = 0.5: leave it out"):
-        template(text).render([ASK], temperature=0.5)
+        template(text + "my_temperature").render([ASK], temperature=0.5)
 
 
 def test_messages_have_no_nulls_and_nothing_is_added():

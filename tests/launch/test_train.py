@@ -198,6 +198,22 @@ def test_invalid_training_is_refused_before_it_begins(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_public_target_accepts_its_own_whole_tokenizer(train, tmp_path):
+    made = train_tokenizer(["some text"] * 3, 300, "<eos>")
+    rows, path = made.get_vocab_size(), tmp_path / "tokenizer.json"
+    made.add_special_tokens(["<image>"])
+    path.write_text(made.to_str())
+    parent = types.SimpleNamespace(
+        folder=tmp_path,
+        public=True,
+        config=types.SimpleNamespace(vocab_size=rows),
+        tokenizer=JsonTokenizer(path, "<eos>", rows=rows),
+    )
+    assert parent.tokenizer.left_out == ("<image>",)
+    config = types.SimpleNamespace(data=types.SimpleNamespace(tokenizer=str(path)))
+    assert train.make_tokenizer(config, tmp_path, None, parent) is parent.tokenizer
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [

@@ -155,7 +155,7 @@ def test_an_epoch_has_every_window_once(tokens):
 
 def test_held_out_windows_spread_over_the_texts(tmp_path):
     corpus = read_corpus(write(tmp_path, {f"{i}.py": "x" * 50 for i in range(30)}), held_out=0.5)
-    stream = token_stream(corpus.held_out.values(), LETTERS)
+    stream = token_stream(corpus.held_out, LETTERS)
     every = held_out_windows(corpus, LETTERS, 8, 10**6)
     assert_array_equal(every, Windows(stream, 8).in_order())
     some = held_out_windows(corpus, LETTERS, 8, 5)
@@ -204,7 +204,7 @@ def test_conversations_of_a_jsonl_file(tmp_path):
 
     speaks = types.SimpleNamespace(encode=LETTERS.encode, encode_chat=encode_chat, eos_id=0)
     texts = [corpus.train.get("talk.jsonl:1") or corpus.held_out["talk.jsonl:1"], "b"]
-    assert token_stream([*texts, ""], speaks).tolist() == [0, 97, 1, 0, 98, 0, 0]
+    assert token_stream(dict(enumerate([*texts, ""])), speaks).tolist() == [0, 97, 1, 0, 98, 0, 0]
     for line, message in (
         ("{", "is no conversation"),
         ('{"messages": "a"}', "is no conversation"),
@@ -239,8 +239,11 @@ def test_tools_of_a_conversation_reach_its_template(tmp_path):
     content = "\n".join(map(json.dumps, lines))
     corpus = read_corpus(write(tmp_path, {"talk.jsonl": content}), pattern="*.jsonl", held_out=0.0)
     speaks = types.SimpleNamespace(encode_chat=encode_chat, eos_id=0)
-    written = "".join(map(chr, token_stream(corpus.train.values(), speaks).tolist()))
+    written = "".join(map(chr, token_stream(corpus.train, speaks).tolist()))
     assert written == "\x001f\x00nonef\x00"
+    template = ChatTemplate(path="here", source="{{ raise_exception('no tools') }}")
+    with pytest.raises(ValueError, match="^talk.jsonl:1: .* no tools"):
+        token_stream(corpus.train, speaks)
 
 
 def test_arrays_of_integers_are_sequences(tmp_path):
@@ -259,7 +262,8 @@ def test_arrays_of_integers_are_sequences(tmp_path):
         "ragged.npy:2": [7, 8],
     }
     tokenizer = JsonTokenizer.from_tokenizer(integer_tokenizer(13), EOS)
-    stream = token_stream([corpus.train["ragged.npy:2"], corpus.train["ragged.npy:1"]], tokenizer)
+    ragged = {name: corpus.train[name] for name in ("ragged.npy:2", "ragged.npy:1")}
+    stream = token_stream(ragged, tokenizer)
     assert stream.tolist() == [12, 7, 8, 12, 5, 12]
     assert tokenizer.vocab_size == 13 and tokenizer.encode("5 11 0") == [
         5,
@@ -269,7 +273,7 @@ def test_arrays_of_integers_are_sequences(tmp_path):
     with pytest.raises(
         ValueError, match="a token of the arrays must be an integer >= 0 and below 13; got 13"
     ):
-        token_stream([np.array([3, 13])], tokenizer)
+        token_stream({"a": np.array([3, 13])}, tokenizer)
     assert read_corpus(tmp_path, pattern="*.npy", held_out=0.5).digest == corpus.digest
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 8], np.int16))
     assert read_corpus(tmp_path, pattern="*.npy").digest != corpus.digest
