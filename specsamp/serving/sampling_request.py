@@ -19,7 +19,8 @@ class SamplingRequest:
 
     Attributes:
       prompts: as in `generate`.
-      max_new_tokens: of each text, in a service at most the rest of the context; None: all of it.
+      max_new_tokens: of each text; None: the rest of the context. A service cuts it to that, and
+        `generate_many`, like `generate`, refuses more tokens than the models have positions.
       sampling: a warp of the same kinds as the method's, which is the default.
       seed: of the random numbers.
       stop, stop_ids: at most 32 strings and 16 tokens, in addition to the pair's stop tokens.
