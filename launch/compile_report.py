@@ -28,7 +28,7 @@ from rich.console import Console
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 from launch.lib import entry
-from launch.lib.fields import ExperimentConfig, ExperimentFlag
+from launch.lib.fields import NOT_COMPILED, ExperimentConfig, ExperimentFlag
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
 from specsamp import TransformerLM
@@ -51,16 +51,11 @@ _SLOTS = flags.DEFINE_integer(
     "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
 )
 _OUTPUT = entry.define("output")
-# Of --config.
-NOT_READ = (
-    "adaptive chat draft_temperature max_new_tokens prompt_length prompts repeats seed "
-    "synthetic_acceptance"
-)
 
 
 def main() -> None:
     console = entry.make_console()
-    config = _CONFIG.read(NOT_READ.split(), "a report is of --slots, and nothing is decoded")
+    config = _CONFIG.read(NOT_COMPILED, "a report is of --slots, and nothing is decoded")
     if config.word.draft != "model":
         why = f"a report splits drafter={config.drafter} as the target"
         _CONFIG.refuse_fields(["mesh.draft_model_parallelism"], why)

@@ -40,7 +40,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.config import known_fields, load_config
 from launch.lib.experiment import Experiment, build
-from launch.lib.fields import ExperimentConfig, ExperimentFlag
+from launch.lib.fields import NOT_COMPILED, ExperimentConfig, ExperimentFlag
 from launch.lib.subject import make_subject
 from specsamp import doctor, machine, storage, use_compilation_cache
 from specsamp.analysis import report
@@ -75,8 +75,6 @@ REHEARSED, REHEARSED_ON = "configs/random_pair.py:kernels", "v5e:1x1"
 # By --interpret.
 AUDIT = {False: Settings(detect=0.1), True: Settings(checks=("acceptance",), detect=0.5, rows=8)}
 ESTIMATE_SECONDS = 1800
-# Fields that a report refuses.
-NOT_COMPILED = "repeats max_new_tokens prompt_length seed adaptive draft_temperature".split()
 # Measured times, and the programs of a compile report that they are of.
 PROGRAMS = {
     "plain step": "target step",
@@ -274,7 +272,10 @@ def compile_report(config: ExperimentConfig) -> Found:
     command = [sys.executable, "-m", "specsamp", "compile-report"]
     command += [f"--config={text}", f"--topology={topology}", f"--slots={slots}"]
     known = known_fields(_CONFIG.fields)
-    changes = [name for name in _CONFIG.fields_set if name.partition(".")[0] not in NOT_COMPILED]
+    refused = {*NOT_COMPILED}
+    if config.word.draft != "model":
+        refused.add("mesh.draft_model_parallelism")
+    changes = [name for name in _CONFIG.fields_set if not {name, name.partition(".")[0]} & refused]
     command += [f"--config.{name}={known[name]}" for name in changes]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:

@@ -54,6 +54,11 @@ PRESETS = {
     name: getattr(models, name)
     for name in ("chinchilla_70b", "draft_4b", "target_38m", "draft_1m", "tiny")
 }
+# Fields that a compile report does not read.
+NOT_COMPILED = (
+    "adaptive chat draft_temperature max_new_tokens prompt_length prompts repeats seed "
+    "synthetic_acceptance"
+).split()
 MACHINE = "machine"  # the draft length that launch/lib/machine_choice.py chooses
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 

@@ -72,13 +72,13 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
         say(f"{number} of {len(options.questions)} questions")
         message = [{"role": "user", "content": question.prompt}]
         prompt = options.pair.tokenizer.encode_chat(message)
-        completions = {}
-        for name, run in runs_of(options, prompt).items():
+        completions, runs = {}, [*runs_of(options, prompt).items()]
+        first = number % len(runs)
+        for name, run in runs[first:] + runs[:first]:
             if question.id not in timed:
                 completions[name] = run() if name in COMPARED else None
                 continue
-            if name in OURS:
-                run()  # compiles
+            run()  # compiles, and fills caches
             start = time.perf_counter()
             completions[name] = run()
             seconds[name].append((time.perf_counter() - start) / options.new_tokens)
@@ -124,8 +124,14 @@ def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], Any]]
 
     request = {"prompt": list(prompt), "n_predict": most, "temperature": 0, "top_k": 1}
     request |= {"ignore_eos": True, "cache_prompt": False}
-    llama = {LLAMA: lambda: options.llama.handle_completions(request)} if options.llama else {}
-    return llama | {
+
+    def llama() -> Any:
+        answer = options.llama.handle_completions(request)
+        if answer["usage"]["completion_tokens"] != most:
+            raise ValueError(f"llama.cpp answers {answer!r:.200} instead of {most} tokens")
+        return answer
+
+    return ({LLAMA: llama} if options.llama else {}) | {
         OURS[0]: lambda: ours(draft_length=0),
         THEIRS[0]: theirs,
         OURS[1]: lambda: ours(drafter=NgramDrafter(K)),
