@@ -251,6 +251,9 @@ def test_killed_rollout_training_resumes_exactly(tmp_path, whole):
     other = dataclasses.replace(PAIR, draft_params=drawn_params(lm(8), 2))
     with pytest.raises(ValueError, match="another configuration: weights was "):
         run(tmp_path, LEARNING, other, draft_task=DRAFT)
+    earlier = storage.read_json(tmp_path / "run.json")
+    del earlier["weights"]
+    storage.write_json(tmp_path / "run.json", earlier)
     with storage.locked(tmp_path), pytest.raises(ValueError, match="written by another run"):
         run(tmp_path, LEARNING, draft_task=DRAFT)
     again = run(tmp_path, LEARNING, draft_task=DRAFT)
