@@ -152,14 +152,17 @@ def check_folder(*own: str) -> None:
     for name, content in MARKS.items():
         if name not in own and (place / name).exists():
             raise ValueError(
-                f"--output={_OUTPUT.value} holds {content} ({name}): choose another folder"
+                f"--output={_OUTPUT.value} holds {content} ({name}): choose another folder, "
+                "or remove it"
             )
 
 
 def check_exported() -> None:
     """Checks the folder of a model or a head, which may hold one that was exported here."""
-    is_older = (storage.place(_OUTPUT.value) / EXPORTED).exists()
-    check_folder(*["config.json"] * is_older)
+    if (storage.place(_OUTPUT.value) / EXPORTED).exists():
+        check_folder("config.json")
+    else:
+        check_folder()
 
 
 def open_model_run(folder: str) -> Source:
@@ -281,8 +284,8 @@ def export_head(console: Console) -> None:
             lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params
         )
         head, K = trained.config.head(), config["test_time"]["test_steps"]
-        write_head(_OUTPUT.value, head, params, target_name=name, K=K)
         write_provenance(provenance_of(trained) | {"target": target})
+        write_head(_OUTPUT.value, head, params, target_name=name, K=K)
     console.print(
         f"{sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6:.1f} MB, of step "
         f"{trained.step}"
@@ -301,12 +304,15 @@ def export_model() -> None:
         config, params = trained.config, trained.params
         with entry.reading(f"{_RUN.value}/run.json"):
             tokenizer, made_by = tokenizer_of(trained), provenance_of(trained)
-    export.export(_OUTPUT.value, config, params, tokenizer)
     write_provenance(made_by)
+    export.export(_OUTPUT.value, config, params, tokenizer)
 
 
 def write_provenance(made_by: Any) -> None:
-    """Writes the record of the training of an exported model or head, which marks the export."""
+    """Writes the record of the training of an exported model or head.
+
+    It marks the export, and comes first: the command may be repeated after a kill.
+    """
     storage.write_json(storage.place(_OUTPUT.value) / EXPORTED, made_by)
 
 

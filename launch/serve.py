@@ -121,7 +121,7 @@ def main() -> None:
     validate.number("--timeout", _TIMEOUT.value, 0.1)
     sys.setswitchinterval(SWITCH_INTERVAL)
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
-    of_requests += ("prompts", "chat")
+    of_requests += ("prompts",)
     config = _CONFIG.read(of_requests, "requests bring it, and --rows and --context bound it")
     parse_order(_ORDER.value)
     if _REQUIRE_EXACT.value:
