@@ -313,8 +313,8 @@ def roofline() -> Roofline:
     )
     models = [target.config] if word.inside else [target.config, draft.config]
     longest = min(model.max_positions for model in models)
-    for context in filter(lambda context: context > longest, _CONTEXT.value):
-        raise ValueError(f"--context={context} is above max_positions {longest} of the models")
+    if (most := max(_CONTEXT.value, default=0)) > longest:
+        raise ValueError(f"--context={most} is above max_positions {longest} of the models")
     for batch, context in itertools.product(
         _BATCH.value, _CONTEXT.value or [min(longest, costs.default_context)]
     ):

@@ -154,7 +154,9 @@ def _read(path: epath.Path) -> list[str]:
     if not path.exists():
         return []
     *lines, last = storage.read_text(path).split("\n")
-    return lines or [last] * bool(last)
+    if last and not lines:
+        return [last]
+    return lines
 
 
 def _parse(path: epath.Path, line: str, number: int) -> tuple[str, Completion]:

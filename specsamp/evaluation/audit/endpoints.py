@@ -93,7 +93,8 @@ class RemoteEngine:
             except urllib.error.HTTPError as error:
                 if error.code != TOO_MANY or time.monotonic() - begin >= BUSY_SECONDS:
                     told = error.read()[:300].decode(errors="replace")
-                    raise ValueError(f"{self.url} refused {sorted(body)}: {told}") from error
+                    busy = f" for {BUSY_SECONDS:g} seconds" if error.code == TOO_MANY else ""
+                    raise ValueError(f"{self.url} refused {sorted(body)}{busy}: {told}") from error
                 time.sleep(1)
             except (OSError, KeyError, ValueError, TypeError) as error:
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
