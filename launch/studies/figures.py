@@ -299,7 +299,7 @@ def domains(compiled_head: Document, *documents: Document) -> Table:
                         f"{emitted:.2f}",
                         f"{one['speedups'][0]:.2f}x",
                     ]
-                    if drafter.startswith("head"):
+                    if drafter == f"head, K = {report.draft_length}":
                         found.append(faster(calibration.band_ratio(step, round_ / emitted)))
                     row[f"{drafter}, T = {temperature:g}"] = "; ".join(found)
     title = "Acceptance of the first token; tokens per round; speedups"
