@@ -77,8 +77,9 @@ def test_paused_drafter_lends_the_prefix_it_read():
 
 def test_insert_over_an_absent_row_is_refused():
     queue = generate_many(PAIR, [[1]], 8, rows=1, draft_length=0)
-    state = queue._engine.blank(2)
+    engine = queue._work.engine
+    state = engine.blank(2)
     for at in ([2, 0], [1, 1], [-2, 0]):
         with pytest.raises(ValueError, match="must be different, from 0 to 1"):
-            queue._engine.insert(state, queue._engine.blank(2), at)
+            engine.insert(state, engine.blank(2), at)
     queue.close()
