@@ -98,6 +98,7 @@ def test_states_after_random_rejections_are_bit_equal(form):
     assert np.abs(states[0]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_kernel_equals_plain_rule_after_random_rejections():
     plain, kernel = (jax.tree.leaves(read_in_random_calls(form, 3, (6,))) for form in MIX)
     for ours, theirs in zip(kernel, plain, strict=True):
