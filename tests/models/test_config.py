@@ -103,7 +103,7 @@ test_refused_model_configs = refused_arguments(
         "rotary_size is of rotary positions; these are 'relative'": dict(rotary_size=4),
         "at most head_size 8; got 3": dict(positions="rotary", rotary_size=3),
         "num_real_tokens must be .* below 65; got 65": dict(num_real_tokens=65),
-        "one of linear, llama3, yarn, proportional; got 'ntk'": dict(
+        "one of linear, llama3, yarn, proportional, longrope; got 'ntk'": dict(
             positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)
         ),
         "needs original_positions": dict(
