@@ -2,10 +2,11 @@
 value.
 """
 
+import contextlib
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -123,3 +124,17 @@ def choice(name: str, value: T, known: Iterable[Any]) -> T:
     ):
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {value!r}")
     return value
+
+
+@contextlib.contextmanager
+def located(place: str) -> Iterator[None]:
+    """Puts the place of bad input, such as a file and a line, in front of a ValueError.
+
+    Its subclasses pass: a machine that cannot do something is no fault of the input.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise ValueError(f"{place}: {error}") from error

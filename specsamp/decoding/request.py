@@ -179,12 +179,8 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Mapping) and (taken := RESERVED & prompt.keys()):
             raise ValueError(f"prompt {index}: leave out {', '.join(sorted(taken))}")
         variables = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
-        try:
+        with validate.located(f"prompt {index}"):
             tokens = pair.tokenizer.encode_chat(**variables)
-        except ValueError as error:
-            if type(error) is not ValueError:  # a machine that cannot render is no fault of it
-                raise
-            raise ValueError(f"prompt {index}: {error}") from error
     else:
         tokens = list(prompt)
     if len(tokens) == 0:

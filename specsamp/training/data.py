@@ -272,12 +272,8 @@ def token_stream(texts: Mapping[str, TrainingText], tokenizer) -> np.ndarray:
             validate.integer("a token of the arrays", int(text.max()), 0, tokenizer.vocab_size)
             return text
         if isinstance(text, ChatText):
-            try:
+            with validate.located(name):
                 return tokenizer.encode_chat(**text.conversation, complete=True)
-            except ValueError as error:
-                if type(error) is not ValueError:  # a machine that cannot render is no fault of it
-                    raise
-                raise ValueError(f"{name}: {error}") from error
         return tokenizer.encode(text)
 
     pieces = [np.array([tokenizer.eos_id, *encode(*text)], np.int32) for text in texts.items()]
