@@ -91,7 +91,7 @@ def main() -> None:
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
     use_few_rows(config, console)
-    config = for_machine(config, console)
+    config = for_machine(config, console, draft_temperatures=points == [{}])
     configs = turned(config, points)  # all are checked before weights are read
     identity = known_identity(config)
     grid.Results.open(output, identity)  # another run's file is refused before weights are read

@@ -1,4 +1,5 @@
-"""Chooses drafter and draft length for this machine: the meaning of --config.draft_length=machine.
+"""Chooses drafter and draft length for this machine, and for a benchmark of one point the draft's
+temperature: the meaning of --config.draft_length=machine.
 
 Single calls are timed once, and the times are kept in the folder of compiled programs. Acceptance
 comes from the pair's file ``acceptance.json``, which `launch/benchmark.py` wrote for other prompts;
@@ -35,15 +36,18 @@ ACCEPTANCE = "acceptance.json"  # in the folder of a pair
 FEW_PROMPTS = 4  # decoded if no file has the acceptance
 
 
-def for_machine(config: ExperimentConfig, console: Console) -> ExperimentConfig:
-    """Returns the configuration with the drafter and draft length for this machine; prints them,
-    and the forecast.
+def for_machine(
+    config: ExperimentConfig, console: Console, *, draft_temperatures: bool = False
+) -> ExperimentConfig:
+    """Returns the configuration with the drafter and draft length for this machine, and with
+    ``draft_temperatures`` the draft's; prints the forecasts.
 
     A configuration whose draft length is a number is returned as it is.
     """
     if config.draft_length != MACHINE:
         return config
-    return best(config, Calls.of(config, console), console)
+    calls = Calls.of(config, console)
+    return best(config, calls, console, draft_temperatures=draft_temperatures)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -93,26 +97,28 @@ class Calls:
             self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True
         )
 
-    def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
-        """Returns the acceptance under the sampling of ``config`` by drafter, from a file or from a
-        few prompts.
+    def acceptance(self, config: ExperimentConfig) -> dict[tuple[str, float | None], Profile]:
+        """Returns the acceptance under the sampling of ``config`` by drafter and its temperature
+        (None: the target's), from a file or from a few prompts.
         """
+        given = config.draft_temperature
         if config.pair is not None and (path := pair_folder(config.pair) / ACCEPTANCE).is_file():
             greedy = config.sampling.temperature == 0
             same = {"temperature": 0.0} if greedy else dataclasses.asdict(config.sampling)
             cells = grid.chosen(grid.read_document(path)["cells"], **same)
             counted = {"rule": "token", "draft_length": TIMED_LENGTH, "synthetic_acceptance": None}
-            counted |= {"adaptive": None, "draft_temperature": config.draft_temperature}
-            known = {word: grid.chosen(cells, drafter=word, **counted) for word in self.costs}
-            if all(known.values()):
-                return {
-                    word: grid.measured_acceptance(of_word)[TIMED_LENGTH]
-                    for word, of_word in known.items()
-                }
+            counted |= {"adaptive": None} | ({} if given is None else {"draft_temperature": given})
+            known: dict[tuple[str, float | None], Profile] = {}
+            for cell in grid.chosen(cells, **counted):
+                if (word := cell["key"]["drafter"]) in self.costs:
+                    of_cell = grid.measured_acceptance([cell])[TIMED_LENGTH]
+                    known[word, cell["key"].get("draft_temperature")] = of_cell
+            if all((word, given) in known for word in self.costs):
+                return known
         pair = self.experiment.pair
         work = dataclasses.replace(self.experiment.workload, repeats=FEW_PROMPTS)
         return {
-            word: Profile.of_texts(
+            (word, given): Profile.of_texts(
                 [row for turn in range(FEW_PROMPTS) for row in side.decode(turn).rows]
             )
             for word, side in decoders(pair, candidates(config, pair), work).items()
@@ -156,22 +162,34 @@ def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:
 
 
 def best(
-    config: ExperimentConfig, calls: Calls, console: Console, least: int = 0
+    config: ExperimentConfig,
+    calls: Calls,
+    console: Console,
+    *,
+    least: int = 0,
+    draft_temperatures: bool = False,
 ) -> ExperimentConfig:
-    """Returns the configuration with drafter and draft length of the best forecast, a length of at
-    least ``least``.
+    """Returns the configuration with the drafter and draft length of the best forecast, a length of
+    at least ``least``, and with ``draft_temperatures`` the draft temperature.
     """
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
     forecasts = {}
-    for word, costs in calls.costs.items():
-        plan = make_plan(accepted[word], costs, draft_lengths=range(TIMED_LENGTH + 1))
-        forecasts[word] = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
-    word = max(forecasts, key=lambda word: forecasts[word].speedup.value)
+    for (word, hot), profile in accepted.items():
+        if hot != config.draft_temperature and not draft_temperatures:
+            continue
+        plan = make_plan(profile, calls.costs[word], draft_lengths=range(TIMED_LENGTH + 1))
+        forecasts[word, hot] = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
+    word, hot = max(forecasts, key=lambda tried: forecasts[tried].speedup.value)
     said = ", ".join(
-        f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x"
-        for name, one in forecasts.items()
+        f"{name}{'' if at is None else f' at draft T = {at:g}'} K = {one.draft_length}: "
+        f"{one.speedup.value:.2f}x"
+        for (name, at), one in forecasts.items()
     )
     sampling = grid.distribution_of(dataclasses.asdict(config.sampling))
     console.print(f"forecast for this machine, {sampling}: {said}", style="dim")
-    return config.turned({"drafter": word, "draft_length": forecasts[word].draft_length})
+    length = forecasts[word, hot].draft_length
+    chosen = {"drafter": word, "draft_length": length}
+    if length:
+        chosen["draft_temperature"] = hot
+    return config.turned(chosen)

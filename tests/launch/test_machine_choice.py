@@ -15,6 +15,7 @@ from support.run_script import save_tiny_pair
 
 FREE = dict.fromkeys((1, 2, 4, 6, 8), 10.0)  # scoring more positions costs nothing
 DEAR = {T: 10.0 * T for T in FREE}
+NEVER, ALWAYS = [99, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 99]  # accepted tokens of rounds
 
 
 def cell(drafter, accepted_counts):
@@ -51,25 +52,30 @@ def choose(config, monkeypatch, **costs):
         machine_choice, "time_calls", lambda pair, methods, work: timed.append(methods) or costs
     )
     out = io.StringIO()
-    found = machine_choice.for_machine(config, Console(file=out, width=200))
+    found = machine_choice.for_machine(
+        config, Console(file=out, width=200), draft_temperatures=True
+    )
     return found, timed, out.getvalue()
 
 
 @pytest.mark.parametrize(
-    "model, ngram, chosen",
+    "model, ngram, hot, chosen",
     [
-        ((FREE, 0.1), (FREE, 0.0), ("model", 7)),  # a cheap draft that is accepted
-        ((FREE, 9.0), (FREE, 0.0), ("ngram", 7)),  # a dear draft
-        ((DEAR, 9.0), (DEAR, 0.0), ("model", 0)),  # nothing pays
+        ((FREE, 0.1), (FREE, 0.0), NEVER, ("model", 7, None)),  # a cheap draft that is accepted
+        ((FREE, 9.0), (FREE, 0.0), NEVER, ("ngram", 7, None)),  # a dear draft
+        ((DEAR, 9.0), (DEAR, 0.0), ALWAYS, ("model", 0, None)),  # nothing pays
+        ((FREE, 0.1), (FREE, 0.0), ALWAYS, ("model", 7, 1.2)),  # a hotter draft is accepted more
     ],
 )
-def test_best_forecast_is_chosen_by_one_timing(config, monkeypatch, tmp_path, model, ngram, chosen):
+def test_best_forecast_is_chosen_by_one_timing(
+    config, monkeypatch, tmp_path, model, ngram, hot, chosen
+):
     cells = [cell("model", [1, 0, 0, 0, 0, 0, 0, 9]), cell("ngram", [6, 0, 0, 0, 0, 0, 0, 4])]
-    cells += [cell("model", [99, 0, 0, 0, 0, 0, 0, 0])]
-    cells[-1]["key"]["draft_temperature"] = 0.2
+    cells += [cell("model", hot)]
+    cells[-1]["key"]["draft_temperature"] = 1.2
     (tmp_path / "acceptance.json").write_text(json.dumps({"identity": {}, "cells": cells}))
     found, timed, said = choose(config, monkeypatch, model=model, ngram=ngram)
-    assert (found.drafter, found.draft_length) == chosen
+    assert (found.drafter, found.draft_length, found.draft_temperature) == chosen
     assert [{word: one.drafter.K for word, one in methods.items()} for methods in timed] == [
         {"model": 7, "ngram": 7}
     ]
