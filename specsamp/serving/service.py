@@ -152,6 +152,8 @@ class Service:
         with self._changed:
             self._closed, left = self._closed or reason, self.unfinished
             self._changed.notify()
+        if self._thread.ident is None:  # it was never started
+            self._drop(self._closed, and_waiting=True)
         return left
 
     def join(self) -> None:
@@ -173,7 +175,8 @@ class Service:
 
         Args:
           deliver: called with each chunk, the last of each text with its finish, or with a
-            `Failed`. The service's thread calls it, so it must return at once.
+            `Failed`. The service's thread calls it, or `close` before `start`, so it must return at
+            once.
 
         Raises:
           ValueError: naming the value and the fix.

@@ -196,6 +196,7 @@ def test_closing_service_fails_waiting_requests():
     made = Service(PAIR, METHOD, rows=1, context=CONTEXT, max_waiting=2)
     callers = [Caller(made, ["a"], None) for _ in range(2)]
     assert made.close("the server ends") == 2, "it was never started"
+    assert [caller.pieces.qsize() for caller in callers] == [1, 1]
     made.start()  # it is already closed
     for caller in callers:
         with pytest.raises(Failed, match="the server ends"):
