@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from launch.lib.config import ConfigFlag
-from launch.lib.own_code import evaluate, is_own
+from launch.lib.own_code import evaluate, file_of, is_own
 from specsamp import (
     Adaptive,
     BeamDrafter,
@@ -163,9 +163,10 @@ def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
 
 def check_word(name: str, value: Any) -> str:
     """Returns ``value``, a word of `DRAFTERS`, one of `COLLECTIVES` with such words after colons,
-    or ``FILE.py:EXPRESSION``; raises ValueError for anything else.
+    or ``FILE.py:EXPRESSION``; raises ValueError for anything else, or if there is no such file.
     """
     if isinstance(value, str) and is_own(value):
+        file_of(name, value)
         return value
     kind, *parts = str(value).split(":")
     if kind not in COLLECTIVES:

@@ -17,6 +17,14 @@ def is_own(word: str) -> bool:
     return ".py:" in word
 
 
+def file_of(field: str, word: str) -> pathlib.Path:
+    """Returns the file that a word names; raises ValueError if it does not exist."""
+    path = pathlib.Path(f"{word.split('.py:')[0]}.py").expanduser()
+    if not path.is_file():
+        raise ValueError(f"{field}={word}: no file {str(path)!r}")
+    return path
+
+
 def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
     """Runs the file of ``FILE.py:EXPRESSION`` and returns the value of the expression, for example
     ``MyDrafter(K)``.
@@ -30,12 +38,9 @@ def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
       ValueError: the file does not exist, its code or the expression fails, or the value is of
         another kind.
     """
-    path, expression = word.split(".py:", 1)
-    path = pathlib.Path(f"{path}.py").expanduser()
-    if not path.is_file():
-        raise ValueError(f"{field}={word}: no file {str(path)!r}")
+    path, expression = file_of(field, word).resolve(), word.split(".py:", 1)[1]
     try:
-        value = eval(expression, vars(load_module(path.resolve())) | names)
+        value = eval(expression, vars(load_module(path)) | names)
     except Exception as error:
         raise ValueError(f"{field}={word}: {type(error).__name__}: {error}") from error
     if not isinstance(value, kind):
