@@ -134,8 +134,9 @@ def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
     """Holds a lock on ``path`` during the block; other processes are blocked.
 
     The lock is a file in the folder of ``path``, removed afterwards. It holds between processes of
-    a machine, and on shared disks that support ``flock``. A bucket and a stream have no lock: there
-    the last of two writers wins.
+    a machine, and on shared disks that support ``flock``. A process that is killed leaves the file
+    behind, unlocked: the next holder takes and removes it. A bucket and a stream have no lock:
+    there the last of two writers wins.
 
     Raises:
       ValueError: another process holds it, and ``wait`` is false.

@@ -117,6 +117,7 @@ def test_devices_and_streams_are_written_to_directly(tmp_path):
 def test_a_lock_makes_the_second_writer_wait(tmp_path):
     path = tmp_path / "counted"
     storage.write(path, "0")
+    (tmp_path / ".counted.lock").touch()  # of a killed process
 
     def add():
         for _ in range(20):
