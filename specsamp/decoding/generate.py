@@ -47,10 +47,11 @@ def generate(
       max_new_tokens: the budget of new tokens, one for all or one per prompt.
       seed: in [0, 2**64). The same seed and prompt id give the same random numbers in every batch.
         So calls for different samples need different seeds or ``prompt_ids``.
-      stop: token ids or strings that end a completion, and are not part of its text; default the
-        pair's stop tokens, or the tokenizer's end of text. The host searches for strings every few
-        rounds: tokens decoded after a stop string are dropped, and counted in `Completion.dropped`
-        only.
+      stop: token ids or strings that end a completion, and are not part of its text. They replace
+        the default, the pair's stop tokens or the tokenizer's end of text; with ``[]`` nothing
+        ends it early. (A `SamplingRequest` adds its stops to the default.) The host searches for
+        strings every few rounds: tokens decoded after a stop string are dropped, and counted in
+        `Completion.dropped` only.
       num_samples: completions per prompt, from one prefill.
       return_log_probs: also return the log-probability of each token: True, under the target at
         temperature 1; "sampled", under the warped distribution that the token was sampled from.
