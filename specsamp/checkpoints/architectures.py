@@ -441,6 +441,9 @@ FAMILIES = {
         keys=(*LLAMA, "phi3"),
         more=(_phi3_rotary, _mixtral_windows),
     ),
+    "GraniteForCausalLM": Family(
+        model_type="granite", names=TABLES["llama"], keys=(*LLAMA, "granite"), more=(_rotary,)
+    ),
     "ArceeForCausalLM": Family(
         model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)
     ),

@@ -143,6 +143,8 @@ def parse_head(
         keys_as_values=False,
         value_norm=False,
         layer_scale=False,
+        logit_divisor=None,
+        residual_scale=None,
     )
     fields, of_target = Fields(path, content), dataclasses.replace(target, dtype=dtype)
     target = dataclasses.replace(of_target, **plain)

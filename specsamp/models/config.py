@@ -190,6 +190,7 @@ class TransformerConfig:
     # The ends.
     tied: bool = True  # one matrix embeds and unembeds; False: the output has its own
     embedding_scale: float | None = None  # embeddings are multiplied by it
+    logit_divisor: float | None = None  # logits are divided by it
     logit_cap: float | None = None  # c: logits become c tanh(logits / c)
     # Ids from here on are padding: their logits are -inf. None: no padding.
     num_real_tokens: int | None = None
@@ -197,6 +198,8 @@ class TransformerConfig:
     norm: str = "rms"  # or "layer": mean subtracted, with a bias
     norm_offset: bool = False  # norms multiply by 1 + scale
     post_norms: bool = False  # also a norm behind attention and feed-forward, before they are added
+    # Attention and feed-forward are multiplied by it, before they are added.
+    residual_scale: float | None = None
     parallel: bool = False  # attention and feed-forward both read the layer's input
     layer_scale: bool = False  # the stream after each layer is multiplied by a learned number
     # Feed-forward.

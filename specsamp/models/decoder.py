@@ -51,12 +51,13 @@ class Layer(nn.Module):
     ) -> tuple[Array, LayerCache]:
         config, of_sequences = self.config, (len(start_B), -1, x_BTD.shape[2])
 
-        def post_norm(name, y_BTD):
-            return (
-                Norm(config, kernels=self.kernels, name=f"{name}_post_norm")(y_BTD)
-                if config.post_norms
-                else y_BTD
-            )
+        def finish(name, y_BTD):
+            if config.post_norms:
+                y_BTD = Norm(config, kernels=self.kernels, name=f"{name}_post_norm")(y_BTD)
+            if config.residual_scale is not None:
+                y32_BTD = y_BTD.astype(jnp.float32) * config.residual_scale
+                y_BTD = y32_BTD.astype(y_BTD.dtype)
+            return y_BTD
 
         with jax.named_scope("attention"):
             y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
@@ -69,7 +70,7 @@ class Layer(nn.Module):
                     config, self.window, kernels=self.kernels, name="attention"
                 )
                 y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
-            y_BTD = post_norm("attention", y_BTD.reshape(x_BTD.shape))
+            y_BTD = finish("attention", y_BTD.reshape(x_BTD.shape))
         with jax.named_scope("mlp"):
             norm = Norm(config, kernels=self.kernels, name="mlp_norm")
             if config.parallel:
@@ -82,7 +83,7 @@ class Layer(nn.Module):
                     made_BTD = made_BTD + SharedExpert(config, name="shared")(y_BTD)
             else:
                 made_BTD = FeedForward(config, name="mlp")(y_BTD)
-            x_BTD = attended_BTD + post_norm("mlp", made_BTD)
+            x_BTD = attended_BTD + finish("mlp", made_BTD)
         if config.layer_scale:
             init = nn.with_logical_partitioning(nn.initializers.ones, (None,))
             x_BTD = x_BTD * self.param("scale", init, (1,)).astype(x_BTD.dtype)[None, None]
@@ -241,6 +242,8 @@ class Decoder(nn.Module):
         config = self.config
         with jax.named_scope("logits"):
             logits_BTV = self.project_to_vocabulary(x_BTD)
+            if config.logit_divisor is not None:
+                logits_BTV = logits_BTV / config.logit_divisor
             if config.logit_cap is not None:
                 logits_BTV = soft_cap(logits_BTV, config.logit_cap)
             if config.num_real_tokens not in (None, config.vocab_size):
