@@ -444,6 +444,12 @@ FAMILIES = {
     "GraniteForCausalLM": Family(
         model_type="granite", names=TABLES["llama"], keys=(*LLAMA, "granite"), more=(_rotary,)
     ),
+    "Olmo2ForCausalLM": Family(
+        model_type="olmo2",
+        names=TABLES["gemma"] | TABLES["olmo"],
+        keys=(*LLAMA, "olmo"),
+        more=(_rotary,),
+    ),
     "ArceeForCausalLM": Family(
         model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)
     ),

@@ -143,6 +143,8 @@ def parse_head(
         keys_as_values=False,
         value_norm=False,
         layer_scale=False,
+        pre_norms=True,
+        joint_norm=False,
         logit_divisor=None,
         residual_scale=None,
     )

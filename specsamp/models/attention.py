@@ -69,6 +69,9 @@ class Attention(nn.Module):
         output_NHD = weight(
             self, "output", (heads, size, width), ("heads", "head", "embed"), fan_in=fan_in
         )
+        if config.joint_norm:
+            q_BNTH = self.norm_jointly("query_norm", q_BNTH, "heads")
+            k_BMTH = self.norm_jointly("key_norm", k_BMTH, "kv_heads")
         vectors = ()
         if config.query_key_norm:
             vectors = [
@@ -132,6 +135,12 @@ class Attention(nn.Module):
         if not config.attention_gate:
             return parts
         return (*parts, project_part("gate", config.num_heads, "heads"))
+
+    def norm_jointly(self, name: str, x_BNTH: Array, axis: str) -> Array:
+        """Returns heads after one norm of all; on a mesh, devices add their heads' squares."""
+        init = nn.with_logical_partitioning(nn.initializers.ones, (axis, "head"))
+        scale_NH = self.param(name, init, (x_BNTH.shape[1], x_BNTH.shape[3]))
+        return normalise(self.config, x_BNTH, scale_NH[:, None], axes=(1, 3))
 
     def turn_heads(
         self,

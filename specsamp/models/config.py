@@ -197,7 +197,8 @@ class TransformerConfig:
     # The stream.
     norm: str = "rms"  # or "layer": mean subtracted, with a bias
     norm_offset: bool = False  # norms multiply by 1 + scale
-    post_norms: bool = False  # also a norm behind attention and feed-forward, before they are added
+    pre_norms: bool = True  # a norm before attention and before feed-forward
+    post_norms: bool = False  # a norm behind attention and feed-forward, before they are added
     # Attention and feed-forward are multiplied by it, before they are added.
     residual_scale: float | None = None
     parallel: bool = False  # attention and feed-forward both read the layer's input
@@ -212,6 +213,7 @@ class TransformerConfig:
     attention_gate: bool = False  # the mean of values is multiplied by a sigmoid of the input
     output_bias: bool = False
     query_key_norm: bool = False  # of each head, before it is turned
+    joint_norm: bool = False  # one of all query heads and one of all key heads, likewise
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(H)
     attention_cap: float | None = None  # as logit_cap, of scores
     attention_sinks: bool = False  # a learned score of each head, of a slot without a value
@@ -302,6 +304,8 @@ class TransformerConfig:
                 "experts have a gate, and biases of their own: set gated=True and "
                 "feedforward_bias=False"
             )
+        if self.parallel and not self.pre_norms:
+            raise ValueError("parallel layers begin with norms: set pre_norms=True")
         if self.attention_gate and self.attention_bias:
             raise ValueError("gated attention has no biases: set attention_bias=False")
         if self.keys_as_values and (self.attention_gate or self.attention_bias):
@@ -378,7 +382,7 @@ class TransformerConfig:
         feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * (
             (1 + self.gated) * inner + width
         )
-        layer = (4 if self.post_norms else 2) * norm + self.layer_scale
+        layer = 2 * (self.pre_norms + self.post_norms) * norm + self.layer_scale
         attentions = sum(
             self.recurrent.num_parameters(width)
             if self.is_recurrent(i)
@@ -411,6 +415,7 @@ class TransformerConfig:
             count += kv * size * width + 2 * heads * size  # projection, and the two biases
         count += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
         count += self.query_key_norm * (4 if self.norm == "layer" else 2) * size
+        count += self.joint_norm * (heads + kv) * size
         return count + self.attention_gate * heads * size * width + self.attention_sinks * heads
 
     @property

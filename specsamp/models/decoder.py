@@ -60,7 +60,9 @@ class Layer(nn.Module):
             return y_BTD
 
         with jax.named_scope("attention"):
-            y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
+            y_BTD = x_BTD
+            if config.pre_norms:
+                y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
             y_BTD = y_BTD.reshape(of_sequences)
             if self.recurrence is not None:
                 recurrence = self.recurrence(config, self.kernels, name="recurrence")
@@ -75,8 +77,10 @@ class Layer(nn.Module):
             norm = Norm(config, kernels=self.kernels, name="mlp_norm")
             if config.parallel:
                 attended_BTD, y_BTD = x_BTD + y_BTD, norm(x_BTD)
-            else:
+            elif config.pre_norms:
                 attended_BTD, y_BTD = norm.after(x_BTD, y_BTD)
+            else:
+                attended_BTD = y_BTD = x_BTD + y_BTD
             if self.experts is not None:
                 made_BTD = self.experts(config, self.layout, self.kernels, name="experts")(y_BTD)
                 if config.experts.shared_width:

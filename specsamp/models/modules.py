@@ -81,15 +81,21 @@ class Norm(nn.Module):
 
 
 def normalise(
-    config: TransformerConfig, x: Array, scale: Array | None = None, bias: Array | None = None
+    config: TransformerConfig,
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    axes: int | tuple[int, ...] = -1,
 ) -> Array:
-    """Computes the norm of the last axis of ``x``, see `Norm`."""
+    """Computes the norm of some axes of ``x``, see `Norm`."""
     x32 = x.astype(jnp.float32)
     if scale is not None:
         scale = _with_rank(scale.astype(jnp.float32), x.ndim)
     if config.norm == "layer":
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_epsilon)
+        x32 = x32 - jnp.mean(x32, axis=axes, keepdims=True)
+    normed = x32 * jax.lax.rsqrt(
+        jnp.mean(x32 * x32, axis=axes, keepdims=True) + config.norm_epsilon
+    )
     if scale is not None:
         normed = normed * (1 + scale if config.norm_offset else scale)
     if bias is not None:

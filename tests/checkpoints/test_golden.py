@@ -94,7 +94,7 @@ def test_drafted_greedy_text_equals_transformers(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["granite"])
+@pytest.mark.parametrize("name", ["granite", "olmo2"])
 def test_drafted_text_on_a_mesh_equals_transformers(name, folder):
     model, params = read(name, folder)
     theirs = golden.read(name)
@@ -132,6 +132,8 @@ MISTAKES = [
         ("granite", {name: None})
         for name in ("embedding_scale", "residual_scale", "attention_scale", "logit_divisor")
     ),
+    ("olmo2", dict(post_norms=False)),
+    ("olmo2", dict(joint_norm=False)),
     ("gemma", dict(embedding_scale=None)),
     ("gemma", dict(norm_offset=False)),
     ("phi3", dict(rotary_scaling=None)),
