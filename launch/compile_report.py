@@ -114,15 +114,15 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
             f"--config.mesh.model={config.mesh.model}: a mesh of data {config.mesh.data} has "
             f"{num_devices} of the devices of --topology={_TOPOLOGY.value} for each copy"
         )
-    parallelism = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
-    if not parallelism:
+    parallelism = config.mesh.draft_model_parallelism
+    if not parallelism and word.draft == "model":
         heads = draft.config.num_heads
         parallelism = math.gcd(heads, num_devices)
         if parallelism < num_devices:
             console.print(
                 f"the draft's {heads} heads go over {parallelism} of the {num_devices} devices"
             )
-    parallelism = None if parallelism == num_devices else parallelism
+    parallelism = None if parallelism in (0, num_devices) else parallelism
     mesh = described_mesh(
         _TOPOLOGY.value,
         config.mesh.data,
@@ -132,7 +132,7 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
     )
     if head is not None:
         console.print(f"the head is of the kind {head.config.kind}")
-    layout = draft_layout(mesh, parallelism)
+    layout = draft_layout(mesh, parallelism if word.draft == "model" else None)
     return Programs(
         target=shard_model(target, Layout.tensor_parallel(mesh)),
         draft=shard_model(draft, layout)

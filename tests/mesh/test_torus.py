@@ -1,21 +1,25 @@
 """Meshes over described TPU slices: every split consists of boxes of neighbours."""
 
 import functools
+import importlib
 import math
 import random
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from configs import chinchilla, hf
-from launch.lib.experiment import config_mesh, known_models
+from launch.lib.experiment import config_mesh
 from launch.lib.fields import ExperimentConfig
 from specsamp.jax_names import topologies
 from specsamp.mesh import slices, torus
 from specsamp.mesh.layout import make_mesh
 from specsamp.tpu.topology import described_mesh
 from support import extras
+from support.run_script import only_shared_flags
+from support.training import quiet
 
 pytestmark = extras.needs("libtpu")
 
@@ -143,25 +147,26 @@ def test_closed_axes_are_in_row_major_order():
 
 
 @pytest.mark.parametrize(
-    "topology, config",
+    "topology, config, changes",
     [
-        ("v6e:16x16", (chinchilla, "v6e-256")),
-        ("v5p:4x4x8", (chinchilla, "v5p-256")),
-        ("v6e:4x4", (hf, "llama-70b")),
+        ("v6e:16x16", (chinchilla, "v6e-256"), {}),
+        ("v6e:16x16", (chinchilla, "v6e-256"), dict(drafter="early_exit", exit_layer=10)),
+        ("v5p:4x4x8", (chinchilla, "v5p-256"), {}),
+        ("v6e:4x4", (hf, "llama-70b"), {}),
     ],
 )
-def test_configuration_has_the_mesh_of_its_report(topology, config, monkeypatch):
+def test_configuration_has_the_mesh_of_its_report(topology, config, changes, monkeypatch):
     module, argument = config
     monkeypatch.setattr(jax, "devices", lambda: devices(topology))
-    config = ExperimentConfig.from_config_dict(module.get_config(argument))
+    config = module.get_config(argument)
+    config.update(changes)
+    config = ExperimentConfig.from_config_dict(config)
     mesh, fields = config_mesh(config), config.mesh
-    described = described_mesh(
-        topology,
-        fields.data,
-        draft_model_parallelism=fields.draft_model_parallelism or None,
-        num_kv_heads=known_models(config)["target"].config.kv_heads_of_all,
-        rows=config.batch // fields.data,
-    )
+    with only_shared_flags():
+        report = importlib.import_module("launch.compile_report")
+    for name, given in dict(_TOPOLOGY=topology, _SLOTS=2048).items():
+        monkeypatch.setattr(report, name, types.SimpleNamespace(value=given))
+    described = report.programs_of(config, quiet()).mesh
     assert ids(mesh) == ids(described) and mesh.shape == described.shape
     assert are_boxes(places(mesh).reshape(fields.data, fields.model, 4))
 
