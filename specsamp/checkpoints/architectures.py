@@ -204,14 +204,20 @@ def _gemma_scales(fields: Fields, shape: dict) -> dict:
 
 
 def _gemma3_positions(fields: Fields, shape: dict) -> dict:
-    """Returns windows and positions: layers with a window have different rotary positions."""
     fields.require("attn_logit_softcapping", None)  # transformers reads it, but does not apply it
-    every = fields("sliding_window_pattern", 6)
+    every, near = fields("sliding_window_pattern", 6), fields("rope_local_base_freq", 1e4)
+    return _positions_by_kind(fields, shape, every=every, base=1e6, near_base=near)
+
+
+def _positions_by_kind(
+    fields: Fields, shape: dict, *, every: int, base: float, near_base: float
+) -> dict:
+    """Returns windows and positions: layers with a window have different rotary positions."""
     windows = _windows(
         fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every)
     )
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
-    everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
+    everywhere = {"rope_theta": fields("rope_theta", base), **given.object("full_attention")}
     scaling = fields.object("rope_scaling")
     everywhere |= scaling
     if ("type" in scaling and "rope_type" not in scaling) or everywhere.get(
@@ -221,7 +227,7 @@ def _gemma3_positions(fields: Fields, shape: dict) -> dict:
             f"{fields.path} says {dict(everywhere)}; of this family transformers ignores the keys "
             "type and truncate: write rope_type for type, and remove truncate"
         )
-    near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
+    near = {"rope_theta": near_base, **given.object("sliding_attention")}
     return windows | _two_rotations(fields, shape, everywhere, near, windows)
 
 
@@ -449,6 +455,13 @@ FAMILIES = {
         names=TABLES["gemma"] | TABLES["olmo"],
         keys=(*LLAMA, "olmo"),
         more=(_rotary,),
+    ),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        names=TABLES["gemma"] | TABLES["olmo"],
+        keys=(*LLAMA, "olmo"),
+        # Of layers with a window, transformers ignores the file's rope_theta.
+        more=(functools.partial(_positions_by_kind, every=4, base=5e5, near_base=5e5),),
     ),
     "ArceeForCausalLM": Family(
         model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)

@@ -72,8 +72,8 @@ def rotary_fields(
     given = {key: value for key, value in given.items() if value is not None or key == "truncate"}
     if "full_attention" in given:
         raise ValueError(
-            f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 and 4 "
-            "may have"
+            f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 "
+            "and 4, and OLMo 3, may have"
         )
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]

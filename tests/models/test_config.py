@@ -29,6 +29,7 @@ SHAPES = dict(
     ngrams=dict(ngram_rows=97),
     longer_ngrams=dict(ngram_rows=97, ngram_order=4),
     experts=dict(gated=True, experts=EXPERTS),
+    olmo=dict(pre_norms=False, post_norms=True, joint_norm=True, num_kv_heads=2),
 )
 
 
@@ -98,6 +99,7 @@ test_refused_model_configs = refused_arguments(
         "num_heads 4 is not a multiple of num_kv_heads 3": dict(num_kv_heads=3),
         "head_size must be even; got 7": dict(positions="rotary", head_size=7),
         "logit_cap must be a number above 0; got 0.0": dict(logit_cap=0.0),
+        "begin with norms: set pre_norms=True": dict(parallel=True, pre_norms=False),
         "set window": dict(global_layers=(1,)),
         r"global_layers\[0\] must be .* below 2; got 2": dict(window=4, global_layers=(2,)),
         "rotary_size is of rotary positions; these are 'relative'": dict(rotary_size=4),
