@@ -109,10 +109,12 @@ class Calls:
             counted = {"rule": "token", "draft_length": TIMED_LENGTH, "synthetic_acceptance": None}
             counted |= {"adaptive": None} | ({} if given is None else {"draft_temperature": given})
             known: dict[tuple[str, float | None], Profile] = {}
-            for cell in grid.chosen(cells, **counted):
-                if (word := cell["key"]["drafter"]) in self.costs:
-                    of_cell = grid.measured_acceptance([cell])[TIMED_LENGTH]
-                    known[word, cell["key"].get("draft_temperature")] = of_cell
+            for word in self.costs:
+                of_word = grid.chosen(cells, drafter=word, **counted)
+                for temperature in {cell["key"].get("draft_temperature") for cell in of_word}:
+                    of_both = grid.chosen(of_word, draft_temperature=temperature)
+                    profiles = grid.measured_acceptance(of_both)
+                    known[word, temperature] = profiles[TIMED_LENGTH]
             if all((word, given) in known for word in self.costs):
                 return known
         pair = self.experiment.pair
@@ -170,26 +172,30 @@ def best(
     draft_temperatures: bool = False,
 ) -> ExperimentConfig:
     """Returns the configuration with the drafter and draft length of the best forecast, a length of
-    at least ``least``, and with ``draft_temperatures`` the draft temperature.
+    at least ``least``, and with ``draft_temperatures`` the draft temperature, under the token rule.
     """
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
+    # Acceptance was counted under the token rule, and a lossy rule's texts depend on the draft's
+    # temperature.
+    tries_temperatures = draft_temperatures and config.rule == "token"
     forecasts = {}
-    for (word, hot), profile in accepted.items():
-        if hot != config.draft_temperature and not draft_temperatures:
+    for (word, temperature), profile in accepted.items():
+        if temperature != config.draft_temperature and not tries_temperatures:
             continue
         plan = make_plan(profile, calls.costs[word], draft_lengths=range(TIMED_LENGTH + 1))
-        forecasts[word, hot] = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
-    word, hot = max(forecasts, key=lambda tried: forecasts[tried].speedup.value)
+        best_length = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
+        forecasts[word, temperature] = best_length
+    word, temperature = max(forecasts, key=lambda pair: forecasts[pair].speedup.value)
     said = ", ".join(
-        f"{name}{'' if at is None else f' at draft T = {at:g}'} K = {one.draft_length}: "
-        f"{one.speedup.value:.2f}x"
-        for (name, at), one in forecasts.items()
+        f"{name}{'' if of_draft is None else f' at draft T = {of_draft:g}'} "
+        f"K = {one.draft_length}: {one.speedup.value:.2f}x"
+        for (name, of_draft), one in forecasts.items()
     )
     sampling = grid.distribution_of(dataclasses.asdict(config.sampling))
     console.print(f"forecast for this machine, {sampling}: {said}", style="dim")
-    length = forecasts[word, hot].draft_length
+    length = forecasts[word, temperature].draft_length
     chosen = {"drafter": word, "draft_length": length}
     if length:
-        chosen["draft_temperature"] = hot
+        chosen["draft_temperature"] = temperature
     return config.turned(chosen)

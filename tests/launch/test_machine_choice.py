@@ -43,7 +43,7 @@ def config(tmp_path, monkeypatch):
     return config.turned({"draft_length": MACHINE, "max_new_tokens": 8, "prompt_length": 8})
 
 
-def choose(config, monkeypatch, **costs):
+def choose(config, monkeypatch, draft_temperatures=True, **costs):
     timed = []
     costs = {
         word: PerCall(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()
@@ -53,7 +53,7 @@ def choose(config, monkeypatch, **costs):
     )
     out = io.StringIO()
     found = machine_choice.for_machine(
-        config, Console(file=out, width=200), draft_temperatures=True
+        config, Console(file=out, width=200), draft_temperatures=draft_temperatures
     )
     return found, timed, out.getvalue()
 
@@ -87,6 +87,9 @@ def test_best_forecast_is_chosen_by_one_timing(
     assert choose(config, monkeypatch, model=model, ngram=ngram)[1], "a damaged file is made anew"
     os.utime(tmp_path / "draft.safetensors", ns=(0, 0))
     assert choose(config, monkeypatch, model=model, ngram=ngram)[1], "the pair was exported again"
+    for other, tries in ((config, False), (config.turned({"rule": "block"}), True)):
+        kept_temperature, _, _ = choose(other, monkeypatch, tries, model=model, ngram=ngram)
+        assert kept_temperature.draft_temperature is None
 
 
 @pytest.mark.parametrize(
