@@ -137,7 +137,7 @@ class Attention(nn.Module):
         return (*parts, project_part("gate", config.num_heads, "heads"))
 
     def norm_jointly(self, name: str, x_BNTH: Array, axis: str) -> Array:
-        """Returns heads after one norm of all; on a mesh, devices add their heads' squares."""
+        """Returns heads after one norm of all of them."""
         init = nn.with_logical_partitioning(nn.initializers.ones, (axis, "head"))
         scale_NH = self.param(name, init, (x_BNTH.shape[1], x_BNTH.shape[3]))
         return normalise(self.config, x_BNTH, scale_NH[:, None], axes=(1, 3))

@@ -162,8 +162,8 @@ class TransformerConfig:
     relative positions, 8 D^2 for an ungated feed-forward of width 4 D; and tied embeddings. The
     activation was not published.
 
-    Every switch after ``dtype`` is off by default, and then changes neither parameters nor
-    programs.
+    Every switch after ``dtype`` except ``tied`` and ``pre_norms`` is off by default, and then
+    changes neither parameters nor programs.
     """
 
     vocab_size: int
@@ -306,6 +306,8 @@ class TransformerConfig:
             )
         if self.parallel and not self.pre_norms:
             raise ValueError("parallel layers begin with norms: set pre_norms=True")
+        if self.joint_norm and self.query_key_norm:
+            raise ValueError("joint_norm takes the place of query_key_norm: choose one")
         if self.attention_gate and self.attention_bias:
             raise ValueError("gated attention has no biases: set attention_bias=False")
         if self.keys_as_values and (self.attention_gate or self.attention_bias):

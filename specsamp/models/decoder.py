@@ -1,4 +1,4 @@
-"""The decoder as a Linen module: embedding, pre-normalised layers, output.
+"""The decoder as a Linen module: embedding, layers with norms, output.
 
 Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied
 layer by layer. Names of parameters are those of checkpoints: they follow from the names below.
@@ -28,7 +28,7 @@ OUTPUT_EMBEDDING = "output_embedding"  # of a model whose output is not tied
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Attention and feed-forward, each with norms and added to the residual stream."""
 
     config: TransformerConfig
     window: int | None  # see `Attention`

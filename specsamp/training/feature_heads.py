@@ -187,6 +187,8 @@ class TrainHead(Task):
         if teacher_params[DRAFT_IDS] is not None:
             output_UD = output_UD[teacher_params[DRAFT_IDS]]
         shape, scale_D = self.target.config, None
+        if shape.logit_divisor is not None:
+            output_UD = output_UD / shape.logit_divisor
         if shape.norm == self.head.config.layer.norm:
             scale_D = of_target["final_norm"]["scale"].astype(jnp.float32) + float(
                 shape.norm_offset

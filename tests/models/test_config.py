@@ -100,6 +100,7 @@ test_refused_model_configs = refused_arguments(
         "head_size must be even; got 7": dict(positions="rotary", head_size=7),
         "logit_cap must be a number above 0; got 0.0": dict(logit_cap=0.0),
         "begin with norms: set pre_norms=True": dict(parallel=True, pre_norms=False),
+        "joint_norm takes the place": dict(joint_norm=True, query_key_norm=True),
         "set window": dict(global_layers=(1,)),
         r"global_layers\[0\] must be .* below 2; got 2": dict(window=4, global_layers=(2,)),
         "rotary_size is of rotary positions; these are 'relative'": dict(rotary_size=4),
