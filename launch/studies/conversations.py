@@ -31,12 +31,13 @@ NO_SPACES = "\u3040-\u30ff\u3400-\u9fff"  # Japanese and Chinese
 
 
 def prepare(options: Any) -> None:
-    """Lists the shards and reads the tests.
+    """Lists the shards of the folder and of the folders in it, and reads the tests.
 
     Raises:
       ValueError: the shards are missing, or a test is not TASK=FILE.
     """
-    options.paths = sorted(storage.place(options.folder).glob("*.npy"))
+    folder = storage.place(options.folder)
+    options.paths = sorted([*folder.glob("*.npy"), *folder.glob("*/*.npy")])
     if not options.paths:
         raise ValueError(
             f"--folder={options.folder} has no conversations: write them by launch/generate.py"
