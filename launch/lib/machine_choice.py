@@ -39,10 +39,13 @@ FEW_PROMPTS = 4  # decoded if no file has the acceptance
 def for_machine(
     config: ExperimentConfig, console: Console, *, draft_temperatures: bool = False
 ) -> ExperimentConfig:
-    """Returns the configuration with the drafter and draft length for this machine, and with
-    ``draft_temperatures`` the draft's; prints the forecasts.
+    """Returns the configuration with the drafter and draft length for this machine; prints the
+    forecasts.
 
     A configuration whose draft length is a number is returned as it is.
+
+    Args:
+      draft_temperatures: also chooses the draft's temperature, see `best`.
     """
     if config.draft_length != MACHINE:
         return config
@@ -107,11 +110,14 @@ class Calls:
             same = {"temperature": 0.0} if greedy else dataclasses.asdict(config.sampling)
             cells = grid.chosen(grid.read_document(path)["cells"], **same)
             counted = {"rule": "token", "draft_length": TIMED_LENGTH, "synthetic_acceptance": None}
-            counted |= {"adaptive": None} | ({} if given is None else {"draft_temperature": given})
+            counted["adaptive"] = None
+            if given is not None:
+                counted["draft_temperature"] = given
             known: dict[tuple[str, float | None], Profile] = {}
             for word in self.costs:
                 of_word = grid.chosen(cells, drafter=word, **counted)
-                for temperature in {cell["key"].get("draft_temperature") for cell in of_word}:
+                temperatures = [cell["key"].get("draft_temperature") for cell in of_word]
+                for temperature in dict.fromkeys(temperatures):
                     of_both = grid.chosen(of_word, draft_temperature=temperature)
                     profiles = grid.measured_acceptance(of_both)
                     known[word, temperature] = profiles[TIMED_LENGTH]
@@ -171,8 +177,12 @@ def best(
     least: int = 0,
     draft_temperatures: bool = False,
 ) -> ExperimentConfig:
-    """Returns the configuration with the drafter and draft length of the best forecast, a length of
-    at least ``least``, and with ``draft_temperatures`` the draft temperature, under the token rule.
+    """Returns the configuration with the drafter and draft length of the best forecast.
+
+    Args:
+      least: the shortest draft length.
+      draft_temperatures: under the token rule, also compares the temperatures of the draft whose
+        acceptance is recorded.
     """
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
@@ -184,9 +194,9 @@ def best(
         if temperature != config.draft_temperature and not tries_temperatures:
             continue
         plan = make_plan(profile, calls.costs[word], draft_lengths=range(TIMED_LENGTH + 1))
-        best_length = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
-        forecasts[word, temperature] = best_length
-    word, temperature = max(forecasts, key=lambda pair: forecasts[pair].speedup.value)
+        forecast = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
+        forecasts[word, temperature] = forecast
+    word, temperature = max(forecasts, key=lambda key: forecasts[key].speedup.value)
     said = ", ".join(
         f"{name}{'' if of_draft is None else f' at draft T = {of_draft:g}'} "
         f"K = {one.draft_length}: {one.speedup.value:.2f}x"
