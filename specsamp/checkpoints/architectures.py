@@ -216,7 +216,13 @@ def _positions_by_kind(
     windows = _windows(
         fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every)
     )
-    given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
+    by_kind = fields.object("rope_parameters")
+    if by_kind and not by_kind.keys() & {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{fields.path} has one rope_parameters for all layers, which transformers ignores for "
+            "this family: give them for full_attention and sliding_attention"
+        )
+    given = Fields(f"{fields.path}, in rope_parameters,", by_kind)
     everywhere = {"rope_theta": fields("rope_theta", base), **given.object("full_attention")}
     scaling = fields.object("rope_scaling")
     everywhere |= scaling

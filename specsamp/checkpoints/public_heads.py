@@ -150,12 +150,14 @@ def _check_features(name: str, found: Mapping[str, Tensor], config: HeadConfig) 
 
 
 def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> None:
-    """Raises ValueError for a head that shares the embedding of a target with scaled embeddings."""
-    is_shared = not (head.own_embedding or head.takes_target_width)
+    """Raises ValueError for a head with a layer that shares the embedding of a target with scaled
+    embeddings.
+    """
+    is_shared = head.has_layer and not (head.own_embedding or head.takes_target_width)
     if is_shared and target.embedding_scale not in (None, 1.0):
         raise ValueError(
-            f"{name} shares the embedding of its target, which scales embeddings: give the head "
-            "an embedding of its own"
+            f"{name} shares the embedding of its target, which scales embeddings: take a head "
+            "with an embedding of its own (own_embedding=True in training)"
         )
 
 

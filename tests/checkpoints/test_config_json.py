@@ -90,6 +90,9 @@ def test_keys_that_transformers_ignores_are_refused():
     for scaling in (yarn | dict(truncate=False), dict(type="linear", factor=2.0)):
         with pytest.raises(ValueError, match="transformers ignores the keys type and truncate"):
             read("gemma3", rope_scaling=scaling)
+    for name in ("gemma3", "olmo3"):
+        with pytest.raises(ValueError, match="one rope_parameters for all layers"):
+            read(name, rope_parameters=yarn)
 
 
 @pytest.mark.parametrize("name", golden.NAMES)

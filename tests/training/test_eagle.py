@@ -218,7 +218,11 @@ def test_medusa_head_learns_from_its_own_offset(target_params):
         assert all(np.allclose(small, 0.5**i * large, atol=1e-6) for small, large in pairs)
 
 
-@pytest.mark.parametrize("of_target", ({}, {"norm": "layer"}, {"norm_offset": True}), ids=str)
+@pytest.mark.parametrize(
+    "of_target",
+    ({}, {"norm": "layer"}, {"norm_offset": True}, {"logit_divisor": 8.0}),
+    ids=str,
+)
 def test_reduced_heads_begin_with_rows_of_the_target(of_target):
     """Compares the rows of the ids, and half of the norm's factor; another kind of norm stays."""
     target = TransformerLM(dataclasses.replace(TARGET.config, **of_target))
@@ -226,7 +230,8 @@ def test_reduced_heads_begin_with_rows_of_the_target(of_target):
     task = TrainHead(head=REDUCED, target=target, test_steps=1)
     params = task.init(KEY, task.teacher(target_params, IDS))
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, task.init(KEY))
-    assert_array_equal(params["output"], target_params["embedding"][IDS])
+    divisor = of_target.get("logit_divisor", 1.0)
+    assert_array_equal(params["output"], target_params["embedding"][IDS] / divisor)
     scale = target_params["final_norm"]["scale"] + float("norm_offset" in of_target)
     halved = 1.0 if "norm" in of_target else scale / 2
     assert_allclose(params["final_norm"]["scale"], halved)
