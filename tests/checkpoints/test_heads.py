@@ -2,6 +2,7 @@
 not fit.
 """
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -20,9 +21,11 @@ from safetensors.numpy import save_file
 from specsamp import TransformerConfig
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.pickles import read_pickle
-from specsamp.checkpoints.public_heads import open_head, read_head
+from specsamp.checkpoints.public_heads import check_embedding, open_head, read_head
 from specsamp.checkpoints.published import published_config
+from specsamp.models.eagle import Eagle1Config
 from specsamp.models.heads import FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from support import golden_heads
 from support.extras import slow_but
 from support.refusals import refused_calls
@@ -225,6 +228,17 @@ TENSOR = (
     b"X\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
 )
 PLAIN = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"K\0K\x02\x85K\x01\x85\x89}tRs."
+
+
+def test_scaled_embeddings_refuse_heads_that_share_them():
+    scaled = dataclasses.replace(TARGET, embedding_scale=12.0)
+    sizes = dict(layer=TARGET, target_layers=TARGET.num_layers, hidden_layers=(TARGET.num_layers,))
+    shares = Eagle1Config(**sizes)
+    with pytest.raises(ValueError, match="a shares the embedding .*own_embedding=True"):
+        check_embedding(scaled, shares, "a")
+    check_embedding(dataclasses.replace(scaled, embedding_scale=1.0), shares, "a")
+    check_embedding(scaled, dataclasses.replace(shares, own_embedding=True), "a")
+    check_embedding(scaled, MedusaConfig(**sizes, num_heads=2), "a")  # it reads no tokens
 
 
 def test_tensors_of_a_pickle(tmp_path):
