@@ -29,7 +29,6 @@ RESULTS = CHECKOUT / "notebooks/results"
 PAIR = pathlib.Path(specsamp.__file__).parent / "checkpoints/assets/python/pair.json"
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
-Key = Mapping[str, Any]  # identifies a cell within its file
 Say = Callable[[str], None]  # shows progress
 
 
@@ -62,9 +61,8 @@ class Study:
 
     Attributes:
       question: the question of the study, in one sentence.
-      measure: returns the result as JSON (dataclasses allowed); it is given the options, a function
-        that shows progress, and the entries of a key.
-      keys: of the cells, each measured and written by itself.
+      measure: returns the result as JSON (dataclasses allowed); it is given the options and a
+        function that shows progress.
       tables: the tables of committed results, by their names in pages.
       options: default and help of its flags, which have the type of the default; one whose default
         is None is a text that must be given.
@@ -76,7 +74,6 @@ class Study:
 
     question: str
     measure: Callable[..., Any] | None = None
-    keys: Sequence[Key] = ({},)
     tables: Mapping[str, Published] = dataclasses.field(default_factory=dict)
     options: Mapping[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     prepare: Callable[[Any], None] = lambda options: None
@@ -150,8 +147,8 @@ def _measured(study: Study, options: types.SimpleNamespace, console: Console) ->
     identity |= {"options": given} if study.identity is None else study.identity(options)
     results = grid.Results.open(options.output, identity)
     measure_missing(
-        [{"key": key} for key in study.keys],
-        lambda number, say: study.measure(options, say, **study.keys[number]),
+        [{"key": {}}],
+        lambda number, say: study.measure(options, say),
         results,
         options.again,
         console,
@@ -176,7 +173,7 @@ def read_result(name: str, folder: pathlib.Path = RESULTS) -> Document:
     return whole(storage.read_json(PAIR if name == "pair" else folder / f"{name}.json"))
 
 
-def answers(document: Document) -> Iterator[tuple[Key, Any]]:
+def answers(document: Document) -> Iterator[tuple[Document, Any]]:
     """Yields key and result of each cell that did not run out of memory."""
     for cell in document["cells"]:
         if "result" in cell:

@@ -306,6 +306,51 @@ def domains(compiled_head: Document, *documents: Document) -> Table:
     return Table.of(title, list(rows.values()))
 
 
+def int8_ratio(row: Document) -> float:
+    """Returns the time of a layer in int8 over that in bfloat16."""
+    return max(row["int8"].values()) / max(row["bfloat16"].values())
+
+
+def int8_table(*documents: Document) -> Table:
+    """Returns the microseconds of a layer, and their ratio."""
+    rows = []
+    for document in documents:
+        for row in document["rows"]:
+            shown = {"": f"{document['options']['topology']}, batch {row['batch']}"}
+            for name in ("bfloat16", "int8"):
+                shown |= {f"{name}, {part[:-3]}": f"{us:.1f}" for part, us in row[name].items()}
+            rows.append(shown | {"int8 / bfloat16": f"{int8_ratio(row):.2f}"})
+    return Table.of("Microseconds of a layer (compiler estimate)", rows)
+
+
+def windows_table(document: Document) -> Table:
+    """Returns the times of plain steps, and of rounds in plain steps."""
+    rows: dict[str, dict[str, str]] = {}
+    steps: dict[str, Band] = {}
+    for (topology, slots, batch, drafter), ms in (
+        (key.values(), answer["calibrated_ms"]) for key, answer in answers(document)
+    ):
+        place = f"{topology}, {slots // 1024}k slots, batch {batch}"
+        row = rows.setdefault(place, {"": place, "a step, ms": "does not fit"})
+        if "target step" in ms:
+            steps[place] = Band(**ms["target step"])
+            row["a step, ms"] = str(steps[place])
+        if "round" in ms:
+            slower = calibration.band_ratio(Band(**ms["round"]), steps[place])
+            row[f"a round over a step, {drafter}"] = faster(slower)
+    note = "K = 4, 4 sinks and the last 500 tokens; compiler estimates"
+    return Table.of("Rounds of Llama 3.1 8B at long contexts", list(rows.values()), note=note)
+
+
+def rounds_table(document: Document) -> Table:
+    """Returns tokens per round, by drafter and temperature."""
+    shown: dict[str, dict[str, str]] = {}
+    for row in document["rows"]:
+        line = shown.setdefault(row["drafter"], {"drafts from": row["drafter"]})
+        line[f"T = {row['temperature']:g}"] = f"{row['tokens'] / row['rounds']:.2f}"
+    return Table.of("Tokens per round", list(shown.values()))
+
+
 STUDY = Study(
     question=(
         "How do our curves compare with those of the paper, and what did the commands measure?"
@@ -334,6 +379,9 @@ STUDY = Study(
         "python_window": Published(
             ["python_window"], lambda one: grid_table("A window", one["cells"])
         ),
+        "int8_time": Published(["compile_int8_v4", "compile_int8_v5e"], int8_table),
+        "windows": Published(["compile_windows"], windows_table),
+        "rollouts": Published(["python_ngram_rollouts"], rounds_table),
         "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
         "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
         "humaneval": Published(

@@ -3,7 +3,7 @@
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest, int8_layer
+from launch.studies import backtest, figures
 from specsamp.analysis.report import as_json
 from specsamp.tpu.int8_time import OVER_BFLOAT16
 from support.run_script import ROOT, module
@@ -33,7 +33,7 @@ def test_backtest_compares_all_kinds_of_rows(measured):
 def test_commands_have_the_committed_ratios_of_int8():
     committed = {chip: study.read_result(f"compile_int8_{chip}") for chip in OVER_BFLOAT16}
     assert committed and OVER_BFLOAT16 == {
-        chip: {row["batch"]: round(int8_layer.ratio(row), 2) for row in document["rows"]}
+        chip: {row["batch"]: round(figures.int8_ratio(row), 2) for row in document["rows"]}
         for chip, document in committed.items()
     }
 
