@@ -21,9 +21,9 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.experiment import Experiment, build, headline, use_few_rows
+from launch.lib.experiment import Experiment, headline
 from launch.lib.fields import ExperimentFlag
-from launch.lib.machine_choice import for_machine
+from launch.lib.machine_choice import open_for_machine
 from launch.lib.rules import make_rule
 from specsamp import Conversation, use_compilation_cache
 from specsamp.checkpoints.chat import knows_conversations
@@ -51,10 +51,7 @@ def main() -> None:
     config = _CONFIG.read(["batch", "prompt_length", "repeats"], "a chat decodes one text")
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
-    use_few_rows(config, console)
-    config = for_machine(config, console)
-    with entry.progress(console, "reading the pair"):
-        experiment = build(config, ["def main():"])
+    experiment = open_for_machine(config, console)
     tokenizer = experiment.pair.tokenizer
     # A tuned model also completes texts, if that is set.
     is_asked = config.chat or "chat" not in _CONFIG.fields_set

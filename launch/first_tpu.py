@@ -161,7 +161,8 @@ def make_parts(config: ExperimentConfig) -> dict[str, Callable[[], Found]]:
         **{f"kernel {check.name}": functools.partial(check_kernel, check) for check in CHECKS},
         "audit": functools.partial(audit_pair, config),
         "times": functools.partial(time_pair, config),
-        "estimate": functools.partial(estimate, config),
+        # All processes take the estimate of the first.
+        "estimate": lambda: from_first(lambda: compile_report(config)),
     }
 
 
@@ -255,15 +256,10 @@ def time_pair(config: ExperimentConfig) -> Found:
     return Found(not reason, said, {"ms": ms, "slots": result.slots, "result": result})
 
 
-def estimate(config: ExperimentConfig) -> Found:
-    """Compiles the same programs for these chips as launch/compile_report.py does, in a process of
-    its own.
-    """
-    return from_first(lambda: compile_report(config))
-
-
 def compile_report(config: ExperimentConfig) -> Found:
-    """Returns the compiler's estimates by program."""
+    """Compiles the same programs for these chips as launch/compile_report.py does, in a process of
+    its own; returns the compiler's estimates by program.
+    """
     text, topology = REHEARSED, REHEARSED_ON
     if not _INTERPRET.value:
         devices = jax.devices()[: config.mesh.data * config.mesh.model]

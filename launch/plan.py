@@ -138,7 +138,10 @@ GOES_WITH = {
 def main() -> None:
     console = entry.make_console()
     entry.check_result(_OUTPUT.value)
-    check_flags()
+    if _CHIP.value is None:
+        _CONFIG.refuse("it goes with --chip")
+    _CONFIG.read(NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest")
+    entry.check_goes_with(GOES_WITH)
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
         report = _COMPILE_REPORT.value and storage.read_json(_COMPILE_REPORT.value)["report"]
         check_devices(report)
@@ -204,14 +207,6 @@ def tree_forecasts(
         console.print(f"batch {place['batch']}: {verdict}")
         found.append({"tree": tree, "chain": chain})
     return found
-
-
-def check_flags() -> None:
-    """Raises ValueError for a flag that belongs to another source of costs."""
-    if _CHIP.value is None:
-        _CONFIG.refuse("it goes with --chip")
-    _CONFIG.read(NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest")
-    entry.check_goes_with(GOES_WITH)
 
 
 def check_devices(report: grid.Json | None) -> None:

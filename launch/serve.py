@@ -31,11 +31,11 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.experiment import Experiment, build, headline, rule_name, use_few_rows
+from launch.lib.experiment import Experiment, headline, rule_name
 from launch.lib.fields import ExperimentConfig, ExperimentFlag
-from launch.lib.machine_choice import for_machine
+from launch.lib.machine_choice import open_for_machine
 from launch.lib.rules import make_rule
-from specsamp import NoDrafter, storage, validate
+from specsamp import storage, validate
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import check_exact
 from specsamp.mesh import distributed
@@ -191,23 +191,26 @@ def decode_for_first(config: ExperimentConfig, console: Console) -> NoReturn:
 
 def make_service(config: ExperimentConfig, console: Console) -> tuple[Experiment, Service]:
     """Returns the experiment and the service of its pair, compiled for the first requests."""
-    use_few_rows(config, console)
-    config = for_machine(config.turned({"batch": _ROWS.value}), console)
-    with entry.progress(console, "reading the pair"):
-        experiment = build(config, ["def main():"])
-    method = dataclasses.replace(experiment.method, sampling=make_warp({}))
-    names = ("rows", "context", "max_waiting", "max_per_client", "rounds_per_slice")
-    learner = make_learner(experiment) if _LEARNING_RATE.value else None
-    given = {name: flags.FLAGS[name].value for name in names}
+    experiment = open_for_machine(config.turned({"batch": _ROWS.value}), console)
+    method, drafter = experiment.method, experiment.method.drafter
     service = Service(
         experiment.pair,
-        method,
-        learner=learner,
+        dataclasses.replace(method, sampling=make_warp({})),
+        rows=_ROWS.value,
+        context=_CONTEXT.value,
+        max_waiting=_MAX_WAITING.value,
+        max_per_client=_MAX_PER_CLIENT.value,
+        rounds_per_slice=_ROUNDS.value,
+        learner=make_learner(experiment) if _LEARNING_RATE.value else None,
         order=parse_order(_ORDER.value),
         has_grammars=_GRAMMARS.value,
-        **given,
     )
-    console.print(headline(experiment, service_line(experiment, service)))
+    drafting = f"{type(drafter).__name__} K = {drafter.K}" if drafter.K else "no draft"
+    task = (
+        f"{drafting}, {rule_name(method.rule)}, {service.batch.usage.rows} rows, "
+        f"{service.context} tokens of prompt and text"
+    )
+    console.print(headline(experiment, task))
     with entry.progress(console, "compiling for the first requests"):
         service.compile()
     return experiment, service
@@ -230,19 +233,6 @@ def make_learner(experiment: Experiment) -> Learner:
 
     config = TrainConfig(steps=2**30, batch=8, learning_rate=_LEARNING_RATE.value, final_share=1.0)
     return DraftLearner(experiment.pair, config)
-
-
-def service_line(experiment: Experiment, service: Service) -> str:
-    drafter = experiment.method.drafter
-    name = (
-        "no draft"
-        if isinstance(drafter, NoDrafter)
-        else f"{type(drafter).__name__} K = {drafter.K}"
-    )
-    return (
-        f"{name}, {rule_name(experiment.method.rule)}, {service.batch.usage.rows} rows, "
-        f"{service.context} tokens of prompt and text"
-    )
 
 
 def say_where(console: Console, url: str, model: str, has_key: bool) -> None:

@@ -86,12 +86,13 @@ class ConfigFlag:
 
     def describe(self) -> list[str]:
         """Returns a line for each field, for --help."""
-        values = {
-            name: "(not set)" if value is None else value
-            for name, value in known_fields(self.fields).items()
-        }
-        lines = [f"Fields of --config={self.text}, each set by --config.FIELD=VALUE:"]
-        return lines + [f"  {name} = {value}" for name, value in values.items()]
+        return [
+            f"Fields of --config={self.text}, each set by --config.FIELD=VALUE:",
+            *(
+                f"  {name} = {'(not set)' if value is None else value}"
+                for name, value in known_fields(self.fields).items()
+            ),
+        ]
 
 
 def load_file(text: str) -> types.ModuleType:

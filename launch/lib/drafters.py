@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 
-from launch.lib.config import ConfigFlag
 from launch.lib.own_code import evaluate, file_of, is_own
 from specsamp import (
     Adaptive,
@@ -178,39 +177,6 @@ def check_word(name: str, value: Any) -> str:
             f"{kind}:ngram:model"
         )
     return value
-
-
-def refuse_unread(
-    flag: ConfigFlag, config: Any, drafters: Sequence[str] = (), grid: Collection[str] = ()
-) -> None:
-    """Raises ValueError for a field that was set and that none of the drafters reads.
-
-    Args:
-      flag: --config, for the fields that were set.
-      config: the value of the flag.
-      drafters: the words that a command uses, if not that of the configuration alone.
-      grid: the fields that --grid sets.
-    """
-    words = [check_word("drafter", word) for word in dict.fromkeys(drafters)] or [config.drafter]
-    read = {name for word in words for name in meaning(word).reads}
-    unread = {
-        name: f"it is of drafter={reader}, not of {', '.join(words)}"
-        for reader, word in DRAFTERS.items()
-        for name in word.reads
-        if name not in read
-    }
-    if not any(is_own(word) or meaning(word).draft for word in words):
-        for name, side in vars(config.int8).items():
-            if side == "draft":
-                unread[f"int8.{name}"] = f"drafter={', '.join(words)} reads no draft"
-    if {part for word in words for part in word.split(":")} <= {"ngram", "none", *COLLECTIVES}:
-        unread["draft_temperature"] = f"drafter={', '.join(words)} draws no tokens"
-    if config.tree:
-        unread["draft_length"] = f"tree={tuple(config.tree)} has its own"
-    for name, why in unread.items():
-        flag.refuse_fields([name], why)
-        if name in grid:
-            raise ValueError(f"--grid={name} has no effect: {why}")
 
 
 def meaning(word: str) -> Word:

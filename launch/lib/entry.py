@@ -45,11 +45,11 @@ from specsamp.replica import Replica
 
 # The tests install a TPU's compiler. Without a TPU, JAX would search for one at length and print
 # errors.
-if importlib.util.find_spec("libtpu") and not has_tpu():
-    if not any(
-        importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    ):
-        jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
+is_here = importlib.util.find_spec
+if is_here("libtpu") and not (
+    has_tpu() or is_here("jax_cuda12_plugin") or is_here("jax_cuda13_plugin")
+):
+    jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 
 UNUSABLE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 ENDLESS = 2**31  # no flag takes a number as large

@@ -53,7 +53,12 @@ def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Tabl
     if costs:
         tables.append(Table.of("Price of lossy rules, metered", costs, note=PRICE_NOTE))
     drafted = [
-        acceptance(row["name"], category, counts)
+        {
+            "": row["name"],
+            "category": category,
+            "tokens per round": known(counts["emitted_per_round"], ".2f"),
+            **{f"{i}": known(p, ".3f") for i, p in enumerate(counts["by_position"], 1)},
+        }
         for row in rows
         if row["counts"]["drafted"]
         for category, counts in counts_by_category(row).items()
@@ -67,13 +72,6 @@ def counts_by_category(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the counts of each category, where there are several, and of all."""
     categories = row["counts_by_category"]
     return (categories if len(categories) > 1 else {}) | {"all": row["counts"]}
-
-
-def acceptance(name: str, category: str, counts: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the cells of a row, with a column for each position."""
-    cells = {"": name, "category": category}
-    cells["tokens per round"] = known(counts["emitted_per_round"], ".2f")
-    return cells | {f"{i}": known(share, ".3f") for i, share in enumerate(counts["by_position"], 1)}
 
 
 def label_of(row: Mapping[str, Any]) -> str:

@@ -16,13 +16,13 @@ from ml_collections import ConfigDict
 
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import (
+    COLLECTIVES,
     DRAFTERS,
     AdaptiveFields,
     Word,
     check_word,
     meaning,
     read_corpus,
-    refuse_unread,
 )
 from launch.lib.own_code import is_own
 from launch.lib.rules import make_rule
@@ -371,10 +371,34 @@ class ExperimentFlag(ConfigFlag):
         return self.value
 
     def refuse_unread(self, drafters: Sequence[str] = (), grid: Collection[str] = ()) -> None:
-        """Raises ValueError for a field that was set, or that a ``grid`` sets, and that none of the
-        drafters reads; default the drafter of the configuration.
+        """Raises ValueError for a field that was set and that none of the drafters reads.
+
+        Args:
+          drafters: the words that a command uses, if not that of the configuration alone.
+          grid: the fields that --grid sets.
         """
-        refuse_unread(self, self.value, drafters, grid)
+        config = self.value
+        words = [check_word("drafter", word) for word in dict.fromkeys(drafters)]
+        words = words or [config.drafter]
+        read = {name for word in words for name in meaning(word).reads}
+        unread = {
+            name: f"it is of drafter={reader}, not of {', '.join(words)}"
+            for reader, word in DRAFTERS.items()
+            for name in word.reads
+            if name not in read
+        }
+        if not any(is_own(word) or meaning(word).draft for word in words):
+            for name, side in vars(config.int8).items():
+                if side == "draft":
+                    unread[f"int8.{name}"] = f"drafter={', '.join(words)} reads no draft"
+        if {part for word in words for part in word.split(":")} <= {"ngram", "none", *COLLECTIVES}:
+            unread["draft_temperature"] = f"drafter={', '.join(words)} draws no tokens"
+        if config.tree:
+            unread["draft_length"] = f"tree={tuple(config.tree)} has its own"
+        for name, why in unread.items():
+            self.refuse_fields([name], why)
+            if name in grid:
+                raise ValueError(f"--grid={name} has no effect: {why}")
 
 
 def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:

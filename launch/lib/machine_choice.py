@@ -21,7 +21,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.cells import machine_identity
-from launch.lib.experiment import Experiment, build
+from launch.lib.experiment import Experiment, build, use_few_rows
 from launch.lib.fields import MACHINE, ExperimentConfig
 from specsamp import Method, Pair, machine, storage, use_compilation_cache
 from specsamp.analysis import grid, report
@@ -51,6 +51,16 @@ def for_machine(
         return config
     calls = Calls.of(config, console)
     return best(config, calls, console, draft_temperatures=draft_temperatures)
+
+
+def open_for_machine(config: ExperimentConfig, console: Console) -> Experiment:
+    """Reads the pair of a service or a chat, with the drafter, the draft length and the kernel for
+    this machine.
+    """
+    use_few_rows(config, console)
+    config = for_machine(config, console)
+    with entry.progress(console, "reading the pair"):
+        return build(config, ["def main():"])
 
 
 @dataclasses.dataclass(kw_only=True)

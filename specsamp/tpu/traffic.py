@@ -140,8 +140,8 @@ class Tally:
     """Counts the instructions of one module."""
 
     module: Module
-    live: float = 1.0  # see `traffic_of`
-    schedules: Mapping[str, Schedule] | None = None
+    live: float  # see `traffic_of`
+    schedules: Mapping[str, Schedule] | None
 
     @functools.cached_property
     def schedule_of(self) -> dict[Any, Schedule]:
