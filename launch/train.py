@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from absl import flags
 from etils import epath
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -277,7 +278,7 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
 
 def shape_of(head: Any) -> dict[str, Any]:
     """Returns the fields of a head and of its layer, without dtypes."""
-    fields = storage.flat(dataclasses.asdict(head) | {"kind": head.kind})
+    fields = flatten_dict(dataclasses.asdict(head) | {"kind": head.kind}, sep=".")
     return {name: value for name, value in fields.items() if not name.endswith("dtype")}
 
 

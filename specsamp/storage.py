@@ -9,11 +9,12 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 from etils import epath
+from flax.traverse_util import flatten_dict
 
 from specsamp import validate
 
@@ -147,33 +148,22 @@ def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
     folder, name = os.path.split(os.path.realpath(place(path)))
     os.makedirs(folder, exist_ok=True)
     lock = os.path.join(folder, f".{name[:100]}.lock")
-    while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    with contextlib.ExitStack() as files:
+        while True:
+            file = files.enter_context(open(lock, "a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"{path} is being written by another run: wait for it, or give another path"
+                ) from error
+            with contextlib.suppress(FileNotFoundError):  # its previous holder has removed it
+                if os.path.samestat(os.stat(lock), os.fstat(file.fileno())):
+                    break
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_open_file(lock, handle):
-                break
-        except BlockingIOError as error:
-            os.close(handle)
-            raise ValueError(
-                f"{path} is being written by another run: wait for it, or give another path"
-            ) from error
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # its previous holder has removed the file
-    try:
-        yield
-    finally:
-        os.unlink(lock)
-        os.close(handle)
-
-
-def _is_open_file(path: str, handle: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+            yield
+        finally:
+            os.unlink(lock)
 
 
 def write_json(path: str | os.PathLike, content: Any) -> None:
@@ -231,27 +221,16 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return content
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns a text for each different value of two JSON objects, for example "train.seed was 0,
     is 1"; None is absent.
     """
-    before, now = flat(before), flat(now)
+    before, now = flatten_dict(before, sep="."), flatten_dict(now, sep=".")
     return [
         f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     ]
-
-
-def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Returns the values of a JSON object by name, in an inner object ``group.field``."""
-    if not isinstance(tree, Mapping):
-        return {name: tree}
-    return {
-        k: v
-        for key, value in tree.items()
-        for k, v in flat(value, f"{name}.{key}" if name else key).items()
-    }
 
 
 class Lines:

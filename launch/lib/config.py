@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict, config_flags
 
 from launch.lib.own_code import load_module
-from specsamp import storage
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 _FIELD = re.compile(r"--?(?:no)?config\.([^=[]+)")
@@ -137,7 +137,7 @@ def known_fields(config: ConfigDict) -> dict[str, Any]:
     """Returns the fields and their values in order of their names; fields of a group are
     ``group.field``.
     """
-    return dict(sorted(storage.flat(config.to_dict()).items()))
+    return dict(sorted(flatten_dict(config.to_dict(), sep=".").items()))
 
 
 def meant(name: str, known: Iterable[str]) -> str:
