@@ -306,14 +306,11 @@ def _gemma2_windows(fields: Fields, shape: dict) -> dict:
     return _windows(fields, fields.or_null("sliding_window", 4096), lambda i: i % 2 == 0)
 
 
-def _mistral_windows(fields: Fields, shape: dict) -> dict:
-    window = fields.or_null("sliding_window", 4096)
-    return _windows(fields, window, lambda _: window is not None)
-
-
-def _mixtral_windows(fields: Fields, shape: dict) -> dict:
-    window = fields.or_null("sliding_window", None)
-    return _windows(fields, window, lambda _: window is not None, alike=True)
+def _mistral_windows(
+    fields: Fields, shape: dict, usual: int | None = 4096, alike: bool = False
+) -> dict:
+    window = fields.or_null("sliding_window", usual)
+    return _windows(fields, window, lambda _: window is not None, alike=alike)
 
 
 def _qwen_windows(fields: Fields, shape: dict, alike: bool = False) -> dict:
@@ -329,22 +326,20 @@ def _qwen_windows(fields: Fields, shape: dict, alike: bool = False) -> dict:
     return _windows(fields, window, lambda i: window is not None and i >= first, alike=alike)
 
 
-def _qwen3_experts(fields: Fields, shape: dict) -> dict:
-    """Returns the experts and the dense layers."""
-    dense = _dense_layers(fields)
-    experts = ExpertsConfig(
-        # As transformers 5 writes it.
-        num_experts=fields("num_experts", fields("num_local_experts", 128)),
-        dense_layers=dense,
-        **read_keys(fields, "qwen3_experts"),
-    )
-    return dict(experts=None if len(dense) == shape["num_layers"] else experts)
-
-
-def _dense_layers(fields: Fields) -> tuple[int, ...]:
+def _experts(fields: Fields, shape: dict, tables: tuple[str, ...], **more: Any) -> dict:
+    """Returns the experts and the dense layers, by tables of architectures.json."""
     every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
     layers = range(fields.count("num_hidden_layers"))
-    return tuple(i for i in layers if i in listed or (i + 1) % every)
+    dense = tuple(i for i in layers if i in listed or (i + 1) % every)
+    if len(dense) == len(layers):
+        return dict(experts=None)
+    return dict(experts=ExpertsConfig(dense_layers=dense, **read_keys(fields, *tables) | more))
+
+
+def _qwen3_experts(fields: Fields, shape: dict) -> dict:
+    # Transformers 5 writes the second key.
+    number = fields("num_experts", fields("num_local_experts", 128))
+    return _experts(fields, shape, ("qwen3_experts",), num_experts=number)
 
 
 def _hybrid_layers(fields: Fields, shape: dict) -> dict:
@@ -354,42 +349,47 @@ def _hybrid_layers(fields: Fields, shape: dict) -> dict:
         raise ValueError(f"{fields.path} says attention_bias = true; this family has none here")
     every, num_layers = fields("full_attention_interval", 4), shape["num_layers"]
     known = ("linear_attention", "full_attention")
-    kinds = fields("layer_types", [known[(i + 1) % every == 0] for i in range(num_layers)])
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {*known}:
-        raise ValueError(
-            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for "
-            f"each of {num_layers} layers"
-        )
-    attention = tuple(i for i, kind in enumerate(kinds) if kind == known[1])
+    kinds = _layer_kinds(fields, known, lambda i: (i + 1) % every == 0)
+    attention = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     recurrent = RecurrentConfig(attention_layers=attention, **read_keys(fields, "delta_rule"))
     given = {"partial_rotary_factor": fields("partial_rotary_factor", 0.25)}
     rotary = rotary_fields(fields, given | {**rope_parameters(fields)}, shape, partial=True)
     return dict(recurrent=recurrent if len(attention) < num_layers else None) | rotary
 
 
-def _shared_experts(fields: Fields, shape: dict) -> dict:
-    """Returns experts of which one is for all tokens."""
-    dense = _dense_layers(fields)
-    experts = ExpertsConfig(dense_layers=dense, **read_keys(fields, "shared_experts"))
-    return dict(experts=None if len(dense) == shape["num_layers"] else experts)
-
-
-def _all_sparse(fields: Fields, shape: dict) -> dict:
-    experts = read_keys(fields, "shared_experts", "qwen3_5_experts")
-    return dict(experts=ExpertsConfig(**experts))
-
-
-def _mixtral_experts(fields: Fields, shape: dict) -> dict:
-    return dict(experts=ExpertsConfig(**read_keys(fields, "mixtral_experts")))
-
-
 def _gpt_oss_layers(fields: Fields, shape: dict) -> dict:
-    """Returns windows of every second layer, positions and experts."""
+    """Returns windows of every second layer, and positions."""
     fields.require("swiglu_alpha", 1.702)
     windows = _windows(fields, fields.or_null("sliding_window", 128), lambda i: i % 2 == 0)
     rotary = rope_parameters(fields) or KEYS["gpt_oss_yarn"]
-    experts = ExpertsConfig(**read_keys(fields, "gpt_oss_experts"))
-    return {**windows, **rotary_fields(fields, rotary, shape, base=150_000.0), "experts": experts}
+    return windows | rotary_fields(fields, rotary, shape, base=150_000.0)
+
+
+def _layer_kinds(
+    fields: Fields, known: tuple[str, str], is_second: Callable[[int], bool], alike: bool = False
+) -> list[str]:
+    """Returns the kind of each layer.
+
+    Args:
+      known: the two kinds of the family.
+      is_second: returns whether a layer is of the second kind; used if the file does not list the
+        kinds.
+      alike: whether transformers does not read the list of this family.
+    """
+    usual = [known[is_second(i)] for i in range(fields.count("num_hidden_layers"))]
+    if alike:
+        fields.require("layer_types", usual)
+    kinds = fields("layer_types", usual)
+    if (
+        not isinstance(kinds, list)
+        or not all(kind in known for kind in kinds)
+        or len(kinds) != len(usual)
+    ):
+        raise ValueError(
+            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for "
+            f"each of {len(usual)} layers"
+        )
+    return kinds
 
 
 def _windows(
@@ -401,26 +401,10 @@ def _windows(
       window: the size; None if the file does not have it.
       has_window: returns whether a layer has a window; used if the file does not list the kinds of
         its layers.
-      alike: whether all layers of the family are alike, so that transformers does not read the
-        list.
+      alike: see `_layer_kinds`.
     """
-    known, num_layers = ("full_attention", "sliding_attention"), fields.count("num_hidden_layers")
-    usual = [known[has_window(i)] for i in range(num_layers)]
-    kinds = fields("layer_types", usual)
-    if alike and kinds != usual:
-        raise ValueError(
-            f"{fields.path} says layer_types = {kinds!r}, which transformers does not read of this "
-            f"family: remove it, or write {usual!r}"
-        )
-    if (
-        not isinstance(kinds, list)
-        or not all(kind in known for kind in kinds)
-        or len(kinds) != num_layers
-    ):
-        raise ValueError(
-            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for "
-            f"each of {num_layers} layers"
-        )
+    known = ("full_attention", "sliding_attention")
+    kinds = _layer_kinds(fields, known, has_window, alike)
     if "sliding_attention" not in kinds:
         return {}
     if window is None:
@@ -434,95 +418,83 @@ def _windows(
     )
 
 
-LLAMA = ("sizes", "llama")
-HYBRID = (*LLAMA, "qwen2", "qwen3", "hybrid")
-QWEN2 = dict(names=TABLES["llama"], keys=(*LLAMA, "qwen2"), more=(_rotary, _qwen_windows))
+def _like(family: Family, model_type: str, *keys: str, **changes: Any) -> Family:
+    """Returns a family that differs from another one by further tables of keys, and by fields."""
+    return dataclasses.replace(family, model_type=model_type, keys=(*family.keys, *keys), **changes)
+
+
+LLAMA = Family(model_type="llama", names=TABLES["llama"], keys=("sizes", "llama"), more=(_rotary,))
+OLMO = _like(LLAMA, "olmo2", "olmo", names=TABLES["gemma"] | TABLES["olmo"])
+MISTRAL = _like(LLAMA, "mistral", "mistral", more=(_rotary, _mistral_windows))
+QWEN2 = _like(LLAMA, "qwen2", "qwen2", more=(_rotary, _qwen_windows))
+QWEN3 = _like(QWEN2, "qwen3", "qwen3")
+HYBRID = _like(QWEN3, "qwen3_5_text", "hybrid", more=(_hybrid_layers,), head_prefix="mtp.")
+QWEN3_5 = _like(HYBRID, "qwen3_5_text", "qwen3_5", names=TABLES["qwen3_5"])
+GEMMA = _like(LLAMA, "gemma", "gemma", names=TABLES["gemma"])
+ALIKE_WINDOWS = functools.partial(_mistral_windows, usual=None, alike=True)
 FAMILIES = {
-    "LlamaForCausalLM": Family(
-        model_type="llama", names=TABLES["llama"], keys=LLAMA, more=(_rotary,)
-    ),
-    "SmolLM3ForCausalLM": Family(
-        model_type="smollm3",
-        names=TABLES["llama"],
-        keys=(*LLAMA, "smollm3"),
-        more=(_smollm3_rotary,),
-    ),
-    "Phi3ForCausalLM": Family(
-        model_type="phi3",
+    "LlamaForCausalLM": LLAMA,
+    "SmolLM3ForCausalLM": _like(LLAMA, "smollm3", "smollm3", more=(_smollm3_rotary,)),
+    "Phi3ForCausalLM": _like(
+        LLAMA,
+        "phi3",
+        "phi3",
         names=TABLES["llama"] | TABLES["phi3"],
-        keys=(*LLAMA, "phi3"),
-        more=(_phi3_rotary, _mixtral_windows),
+        more=(_phi3_rotary, ALIKE_WINDOWS),
     ),
-    "GraniteForCausalLM": Family(
-        model_type="granite", names=TABLES["llama"], keys=(*LLAMA, "granite"), more=(_rotary,)
-    ),
-    "Olmo2ForCausalLM": Family(
-        model_type="olmo2",
-        names=TABLES["gemma"] | TABLES["olmo"],
-        keys=(*LLAMA, "olmo"),
-        more=(_rotary,),
-    ),
-    "Olmo3ForCausalLM": Family(
-        model_type="olmo3",
-        names=TABLES["gemma"] | TABLES["olmo"],
-        keys=(*LLAMA, "olmo"),
+    "GraniteForCausalLM": _like(LLAMA, "granite", "granite"),
+    "Olmo2ForCausalLM": OLMO,
+    "Olmo3ForCausalLM": _like(
+        OLMO,
+        "olmo3",
         # Of layers with a window, transformers ignores the file's rope_theta.
         more=(functools.partial(_positions_by_kind, every=4, base=5e5, near_base=5e5),),
     ),
-    "ArceeForCausalLM": Family(
-        model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)
-    ),
-    "MistralForCausalLM": Family(
-        model_type="mistral",
-        names=TABLES["llama"],
-        keys=(*LLAMA, "mistral"),
-        more=(_rotary, _mistral_windows),
-    ),
-    "MixtralForCausalLM": Family(
-        model_type="mixtral",
+    "ArceeForCausalLM": _like(LLAMA, "arcee", "arcee"),
+    "MistralForCausalLM": MISTRAL,
+    "MixtralForCausalLM": _like(
+        MISTRAL,
+        "mixtral",
+        "mixtral",
         names=TABLES["mixtral"],
-        keys=(*LLAMA, "mistral", "mixtral"),
         more=(
             functools.partial(_rotary, base=1e6),
-            _mixtral_windows,
-            _mixtral_experts,
+            ALIKE_WINDOWS,
+            functools.partial(_experts, tables=("mixtral_experts",)),
         ),
     ),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", **QWEN2),
-    "MiMoForCausalLM": Family(model_type="mimo", head_prefix="model.mtp_layers.", **QWEN2),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", **QWEN2 | dict(keys=(*LLAMA, "qwen2", "qwen3"))),
-    "Qwen3MoeForCausalLM": Family(
-        model_type="qwen3_moe",
+    "Qwen2ForCausalLM": QWEN2,
+    "MiMoForCausalLM": _like(QWEN2, "mimo", head_prefix="model.mtp_layers."),
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": _like(
+        QWEN3,
+        "qwen3_moe",
+        "qwen3_moe",
         names=TABLES["qwen_experts"],
-        keys=(*LLAMA, "qwen2", "qwen3", "qwen3_moe"),
         more=(_rotary, functools.partial(_qwen_windows, alike=True), _qwen3_experts),
     ),
-    "Qwen3NextForCausalLM": Family(
-        model_type="qwen3_next",
+    "Qwen3NextForCausalLM": _like(
+        HYBRID,
+        "qwen3_next",
+        "qwen3_next",
         names=TABLES["qwen3_next"],
-        keys=(*HYBRID, "qwen3_next"),
-        more=(_hybrid_layers, _shared_experts),
-        head_prefix="mtp.",
+        more=(_hybrid_layers, functools.partial(_experts, tables=("shared_experts",))),
     ),
-    "Qwen3_5ForCausalLM": Family(
-        model_type="qwen3_5_text",
-        names=TABLES["qwen3_5"],
-        keys=(*HYBRID, "qwen3_5"),
-        more=(_hybrid_layers,),
-        head_prefix="mtp.",
-    ),
-    "Qwen3_5MoeForCausalLM": Family(
-        model_type="qwen3_5_moe_text",
-        names=TABLES["qwen3_5"],
-        keys=(*HYBRID, "qwen3_5", "qwen3_5_moe"),
-        more=(_hybrid_layers, _all_sparse),
-        head_prefix="mtp.",
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _like(
+        QWEN3_5,
+        "qwen3_5_moe_text",
+        "qwen3_5_moe",
+        more=(
+            _hybrid_layers,
+            functools.partial(_experts, tables=("shared_experts", "qwen3_5_experts")),
+        ),
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
         names=TABLES["gpt_oss"],
         keys=("sizes", "gpt_oss"),
-        more=(_gpt_oss_layers,),
+        more=(_gpt_oss_layers, functools.partial(_experts, tables=("gpt_oss_experts",))),
         other_experts=(".experts.gate_up_proj_blocks", "mxfp4"),
         quantised="mxfp4",
     ),
@@ -539,30 +511,16 @@ FAMILIES = {
         keys=("sizes", "gpt_neox"),
         more=(_gpt_neox_rotary,),
     ),
-    "GemmaForCausalLM": Family(
-        model_type="gemma",
-        names=TABLES["llama"],
-        keys=(*LLAMA, "gemma", "gemma1"),
-        more=(_rotary, _gemma1_embedding),
+    "GemmaForCausalLM": _like(
+        GEMMA, "gemma", "gemma1", names=TABLES["llama"], more=(_rotary, _gemma1_embedding)
     ),
-    "Gemma2ForCausalLM": Family(
-        model_type="gemma2",
-        names=TABLES["gemma"],
-        keys=(*LLAMA, "gemma", "gemma2"),
-        more=(_rotary, _gemma_scales, _gemma2_windows),
+    "Gemma2ForCausalLM": _like(
+        GEMMA, "gemma2", "gemma2", more=(_rotary, _gemma_scales, _gemma2_windows)
     ),
-    "Gemma3ForCausalLM": Family(
-        model_type="gemma3_text",
-        names=TABLES["gemma"],
-        keys=(*LLAMA, "gemma", "gemma3"),
-        more=(_gemma_scales, _gemma3_positions),
+    "Gemma3ForCausalLM": _like(
+        GEMMA, "gemma3_text", "gemma3", more=(_gemma_scales, _gemma3_positions)
     ),
-    "Gemma4ForCausalLM": Family(
-        model_type="gemma4_text",
-        names=TABLES["gemma"],
-        keys=(*LLAMA, "gemma", "gemma4"),
-        more=(_gemma4_layers,),
-    ),
+    "Gemma4ForCausalLM": _like(GEMMA, "gemma4_text", "gemma4", more=(_gemma4_layers,)),
 }
 FAMILIES |= {
     name: dataclasses.replace(
