@@ -6,15 +6,18 @@
 A prompt is found where thirteen of its words stand in a conversation one after another, or all
 words of a shorter turn. Turns of fewer than five words are left out, since many texts hold them. A
 folder that holds a prompt is refused: drafts that learn from it would look better on this test than
-on other texts.
+on other texts. --drop takes such conversations out of their shards first.
 """
 
 import collections
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+from etils import epath
 
 from launch.lib.study import Document, Published, Say, Study
 from specsamp import storage
@@ -22,7 +25,7 @@ from specsamp.analysis.report import Table
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.evaluation.tasks import load_task
-from specsamp.training.run_folder import read_array
+from specsamp.training.run_folder import read_array, write_array
 
 WORDS = 13  # as of GPT-3 (arXiv 2005.14165, appendix C)
 SHORTEST = 5
@@ -31,7 +34,8 @@ NO_SPACES = "\u3040-\u30ff\u3400-\u9fff"  # Japanese and Chinese
 
 
 def prepare(options: Any) -> None:
-    """Lists the shards of the folder and of the folders in it, and reads the tests.
+    """Lists the shards of the folder and of the folders in it, reads the tests, and drops
+    conversations.
 
     Raises:
       ValueError: the shards are missing, or a test is not TASK=FILE.
@@ -43,6 +47,10 @@ def prepare(options: Any) -> None:
             f"--folder={options.folder} has no conversations: write them by launch/generate.py"
         )
     options.prompts = dict(read_test(each) for each in options.tests)
+    options.tokenizer = open_checkpoint(options.target).tokenizer
+    if options.drop:
+        for path in options.paths:
+            drop(path, prompts_of(path, options), options.tokenizer)
 
 
 def identity(options: Any) -> dict[str, Any]:
@@ -57,11 +65,6 @@ def identity(options: Any) -> dict[str, Any]:
 
 def measure(options: Any, say: Say) -> dict[str, Any]:
     """Reads all shards."""
-    tokenizer = open_checkpoint(options.target).tokenizer
-    owners = {
-        part: (name, id) for name, turns in options.prompts.items() for id, part in parts_of(turns)
-    }
-    lengths = sorted({len(part) for part in owners})
     counts, grams, held, num_grams = collections.Counter(), set(), set(), 0
     for path in options.paths:
         say(path.name)
@@ -73,19 +76,16 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
             ended=described["ended"],
             conversations=len(places),
         )
-        ends = [start for start, _ in places[1:]] + [len(tokens)]
-        for (start, length), end in zip(places, ends):
-            of_answer = list(runs_of(tokens[start + length : end].tolist(), GRAM))
+        for (_, length), text in zip(places, split(tokens, places)):
+            of_answer = list(runs_of(text[length:].tolist(), GRAM))
             grams.update(of_answer)
             num_grams += len(of_answer)
-            words = words_of(text_of(tokenizer, tokens[start:end].tolist()))
-            for n in lengths:
-                held |= {owners[part] for part in runs_of(words, n) if part in owners}
+        held.update(*prompts_of(path, options).values())
     if held:
         first = " ".join(min(held))
         raise ValueError(
-            f"--folder={options.folder} holds {len(held)} prompts of tests, such as {first}: leave "
-            "out these conversations"
+            f"--folder={options.folder} holds {len(held)} prompts of tests, such as {first}: "
+            "--drop takes these conversations out"
         )
     return {
         "kind": "conversations",
@@ -101,6 +101,47 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
             for name, turns in options.prompts.items()
         },
     }
+
+
+def split(tokens_T: np.ndarray, places: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Returns the tokens of each conversation of a shard."""
+    return np.split(tokens_T, [start for start, _ in places[1:]])
+
+
+def prompts_of(path: epath.Path, options: Any) -> dict[int, set[tuple[str, str]]]:
+    """Returns the prompts of tests, task and id, in the conversations of a shard that hold some."""
+    owners = {
+        part: (name, id) for name, turns in options.prompts.items() for id, part in parts_of(turns)
+    }
+    lengths = sorted({len(part) for part in owners})
+    places = storage.read_json(path.with_suffix(".json"))["conversations"]
+    found = {}
+    for number, tokens in enumerate(split(read_array(path), places)):
+        words = words_of(text_of(options.tokenizer, tokens.tolist()))
+        parts = owners.keys() & {part for n in lengths for part in runs_of(words, n)}
+        if parts:
+            found[number] = {owners[part] for part in parts}
+    return found
+
+
+def drop(path: epath.Path, numbers: Collection[int], tokenizer: JsonTokenizer) -> None:
+    """Takes conversations out of a shard."""
+    if not numbers:
+        return
+    described = storage.read_json(path.with_suffix(".json"))
+    places = described["conversations"]
+    texts = split(read_array(path), places)
+    # An answer that ended has a special token last.
+    described["ended"] -= sum(tokenizer.token_bytes(int(texts[n][-1])) is None for n in numbers)
+    kept = [number for number in range(len(texts)) if number not in numbers]
+    if not kept:
+        raise ValueError(f"all conversations of {path} hold prompts of tests: delete the shard")
+    starts = np.cumsum([0, *(len(texts[number]) for number in kept)]).tolist()
+    described["conversations"] = [(start, places[n][1]) for start, n in zip(starts, kept)]
+    # A shard without a description is refused: a killed run leaves none with a wrong one.
+    path.with_suffix(".json").unlink()
+    write_array(path, np.concatenate([texts[number] for number in kept]))
+    storage.write_json(path.with_suffix(".json"), described)
 
 
 def read_test(named: str) -> tuple[str, list[tuple[str, str]]]:
@@ -167,5 +208,6 @@ STUDY = Study(
         ),
         "folder": (None, "The conversations, of launch/generate.py --conversations."),
         "tests": ([], "Tasks and their files, such as spec_bench=spec_bench.jsonl."),
+        "drop": (False, "Take conversations that hold a prompt of a test out of their shards."),
     },
 )

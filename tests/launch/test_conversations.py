@@ -3,6 +3,7 @@ them for prompts of tests.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def chats(target, tmp_path_factory):
     return folder
 
 
-def measured(target, chats, tmp_path, test, name="result"):
+def measured(target, chats, tmp_path, test, *more, name="result"):
     path = tmp_path / f"{name}.jsonl"
     path.write_text(json.dumps({"question_id": 1, "category": "writing", "turns": [test]}))
     output = tmp_path / f"{name}.json"
@@ -46,6 +47,7 @@ def measured(target, chats, tmp_path, test, name="result"):
         f"--folder={chats}",
         f"--tests=mt_bench={path}",
         f"--output={output}",
+        *more,
     )
     return call("study", "conversations", *flags), output
 
@@ -80,6 +82,22 @@ def test_prompts_of_a_test_set_are_refused(target, chats, tmp_path):
     done, output = measured(target, chats, tmp_path, text)
     assert done.returncode == 2 and "holds 1 prompts of tests, such as mt_bench 1" in done.stderr
     assert not output.exists()
+
+
+def test_conversations_with_prompts_drop_from_their_shard(target, chats, tmp_path):
+    before = read_corpus(chats, pattern="*.npy", held_out=0).train
+    longest = max(before.values(), key=len)
+    text = open_checkpoint(target).tokenizer.decode(longest.tolist())
+    copy = shutil.copytree(chats, tmp_path / "copy")
+    done, output = measured(target, copy, tmp_path, text, "--drop")
+    assert (done.returncode or 0) == 0, done.stderr
+    (cell,) = read_cells(output)
+    left = read_corpus(copy, pattern="*.npy", held_out=0).train
+    assert 0 < len(left) == cell["result"]["conversations"] < len(before)
+    written = {tuple(tokens.tolist()) for tokens in before.values()}
+    assert {tuple(tokens.tolist()) for tokens in left.values()} <= written - {
+        tuple(longest.tolist())
+    }
 
 
 def test_words_before_and_after_special_tokens_are_apart(target):
