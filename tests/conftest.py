@@ -69,7 +69,8 @@ def pytest_cmdline_main(config):
         and config.option.numprocesses is None
         and not config.option.usepdb
     ):
-        config.option.numprocesses, config.option.dist = 2, "worksteal"
+        config.option.numprocesses = 2
+        config.option.dist = "worksteal"
 
 
 def pytest_configure(config):

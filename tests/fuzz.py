@@ -104,7 +104,9 @@ def main():
         return
     is_different = False
     while True:
-        begin, counts, failed = time.monotonic(), collections.Counter(), {}
+        begin = time.monotonic()
+        counts = collections.Counter()
+        failed = {}
         try:
             run(settings, seed, arguments.streams, counts, arguments.shrink)
         except Exception as error:

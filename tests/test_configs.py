@@ -53,10 +53,12 @@ def test_mesh_splits_fewer_global_kv_heads(devices, split):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hf.PAIRS)
 def test_both_models_divide_over_their_mesh(name):
-    config, pair = ExperimentConfig.from_config_dict(hf.get_config(name)), hf.PAIRS[name]
+    config = ExperimentConfig.from_config_dict(hf.get_config(name))
+    pair = hf.PAIRS[name]
     devices = config.mesh.model
     mesh = mesh_of(config)
-    target, draft = published_config(pair.target), published_config(pair.draft)
+    target = published_config(pair.target)
+    draft = published_config(pair.draft)
     # All layers have the same sizes.
     few = dict(num_layers=2, window=None, global_layers=(), window_rotary_base=None)
     rows = -(-max(target.vocab_size, draft.vocab_size) // devices) * devices
@@ -119,7 +121,8 @@ def test_heads_of_known_shape_have_their_published_size(name):
     sharded = shard_head(head.head(), Layout.tensor_parallel(mesh_of(config)))
     sharded.param_shardings(made)
     assert head.layer.weight_dtype is None
-    assert head.kind == kind and size == sum(
+    assert head.kind == kind
+    assert size == sum(
         leaf.size
         for key, leaf in made.items()
         if key != DRAFT_IDS

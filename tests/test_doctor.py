@@ -149,10 +149,8 @@ def test_failing_devices_are_a_finding(monkeypatch, error):
     for name in ("local_devices", "process_index", "process_count"):
         monkeypatch.setattr(jax, name, fail)
     done = call("doctor")
-    assert (
-        done.returncode == 2
-        and "JAX does not start: Unable to initialize backend 'tpu'" in done.stdout
-    )
+    assert done.returncode == 2
+    assert "JAX does not start: Unable to initialize backend 'tpu'" in done.stdout
     assert "mesh takes" not in done.stdout, "no mesh fits where there are no devices"
 
 

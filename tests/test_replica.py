@@ -1,8 +1,7 @@
 """Parts of replicas, and their files."""
 
-import pytest
-
 from specsamp.replica import Replica, files_of
+from support.refusals import refusal
 
 
 def test_parts_are_disjoint_and_together_everything():
@@ -17,12 +16,12 @@ def test_parts_are_disjoint_and_together_everything():
 
 
 def test_a_replica_with_a_space_is_refused():
-    with pytest.raises(ValueError, match="0/ 2"):
+    with refusal("0/ 2"):
         Replica.parse("0/ 2")
 
 
 def test_a_replica_without_a_part_is_refused():
-    with pytest.raises(ValueError, match="--replica=2/3 has none of the 2 prompts: .*; lower N"):
+    with refusal("--replica=2/3 has none of the 2 prompts: .*; lower N"):
         Replica(2, 3).part({0: "a", 1: "b"}, "prompts")
 
 

@@ -12,7 +12,7 @@ from specsamp.analysis.costs import PerCall
 from specsamp.analysis.draft_length import calibrate
 from specsamp.analysis.workload import TimedDecoder, Workload
 from support import fakes
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLING = chain(temperature(1.0))
@@ -67,7 +67,7 @@ def test_adaptive_lengths_begin_with_the_measured_costs(pair, clocks):
 )
 def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, message):
     ran = clocks({0: 1.0})
-    with pytest.raises(ValueError, match=message):
+    with refusal(message):
         calibrate(pair, PROMPTS, 30, lengths=lengths)
     assert not ran
 
@@ -90,7 +90,7 @@ def test_calibration_noise_differs_from_completions(pair, clocks):
 def test_choosing_a_length_without_jit_is_refused(pair):
     with (
         jax.disable_jit(),
-        pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"),
+        refusal("choose K yourself under JAX_DISABLE_JIT"),
     ):
         choose(pair)
 
@@ -115,13 +115,13 @@ def test_every_call_is_timed_in_turn(pair, batch):
     )
     assert [*costs] == [*methods] and costs["model"].target_ms == costs["ngram"].target_ms
     target_ms = costs["model"].target_ms
-    assert [*target_ms] == [*TIMED_POSITIONS] and sorted(target_ms.values()) == [
-        *target_ms.values()
-    ]
+    assert [*target_ms] == [*TIMED_POSITIONS]
+    assert sorted(target_ms.values()) == [*target_ms.values()]
     assert all(one.draft_ms > 0 for one in costs.values()) and target_ms[1] > 0
 
 
-MODEL, TABLE = fakes.TableLM(8, max_positions=64), fakes.random_table(0, 8)
+MODEL = fakes.TableLM(8, max_positions=64)
+TABLE = fakes.random_table(0, 8)
 PAIR = Pair(target=MODEL, target_params=TABLE, draft=MODEL, draft_params=TABLE)
 ALONE = Pair(target=MODEL, target_params=TABLE)
 

@@ -19,6 +19,7 @@ from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from support import fakes
+from support.refusals import refusal
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K = 2
@@ -109,7 +110,8 @@ def test_cells_are_measured_again_only_on_request(tmp_path, outcomes):
         measure_cells(CELLS[1:], grid.Results.open(path, IDENTITY), outcomes, again=True)
     # Each new result is stored at once, in its place.
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]
-    before, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)
+    before = grid.Results.open(path, IDENTITY)
+    other = grid.Results.open(path, IDENTITY)
     outcomes(MemoryError(), {"n": 5}, {"n": 6})
     measure_cells(CELLS[:2], other, outcomes, again=True)
     # A run that began before does not hold the newer results.
@@ -132,9 +134,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "audit.json"
     opened_before = grid.Results.open(str(path), IDENTITY)
     path.write_text(text)
-    with pytest.raises(ValueError, match="audit.json .*left alone. Give another --output"):
+    with refusal("audit.json .*left alone. Give another --output"):
         grid.Results.open(str(path), IDENTITY)
-    with pytest.raises(ValueError, match="left alone"):
+    with refusal("left alone"):
         opened_before.add({"key": key(batch=9), "result": {"n": 9}}, {})
     assert path.read_text() == text and len([*tmp_path.iterdir()]) == 1
 
@@ -169,10 +171,7 @@ def test_cells_of_another_machine_are_refused(tmp_path):
     for name, machine in (("old", {}), ("other", {"machine": {"id": "a"}})):
         path = str(tmp_path / name)
         grid.Results.open(path, IDENTITY | machine).add({"key": key(), "result": {}}, {})
-        with pytest.raises(
-            ValueError,
-            match="cells of another run: machine.id was .*, is 'b'. Give another --output",
-        ):
+        with refusal("cells of another run: machine.id was .*, is 'b'. Give another --output"):
             grid.Results.open(path, IDENTITY | {"machine": {"id": "b"}})
     assert grid.Results.open(path, IDENTITY | {"machine": {"id": "a"}}).find(key())
     # A part of the identity is enough.
@@ -252,7 +251,7 @@ def test_measured_cells_are_planned_with(measured):
     )
     assert grid.chosen([measured], rule="token", batch=2) == [measured]
     assert grid.chosen([measured], rule="block") == []
-    with pytest.raises(ValueError, match="no measured cell has a draft"):
+    with refusal("no measured cell has a draft"):
         grid.measured_acceptance([{**measured, "key": key(draft_length=0, drafter="none")}])
 
 

@@ -70,7 +70,8 @@ def simulate(by_position, batch, new_tokens, runs, seed=0):
     """Returns the mean rounds of the slowest row, by simulation token by token."""
     random = np.random.default_rng(seed)
     chances = np.broadcast_to(by_position, (runs, batch, len(by_position)))
-    emitted, rounds = np.zeros((runs, batch), int), np.zeros((runs, batch), int)
+    emitted = np.zeros((runs, batch), int)
+    rounds = np.zeros((runs, batch), int)
     while (running := emitted < new_tokens).any():
         accepted = np.cumprod(random.random(chances.shape) < chances, axis=-1).sum(-1)
         emitted += np.where(running, accepted + 1, 0)
@@ -119,7 +120,9 @@ def test_bands_cover_the_truth_at_their_rate():
     halves the error.
     """
     random = np.random.default_rng(0)
-    truth, covered, covered_by_half = expected_tokens(0.7, 4), [], []
+    truth = expected_tokens(0.7, 4)
+    covered = []
+    covered_by_half = []
     for number in range(400):
         texts = drawn_texts([0.7] * 8, 30, 4, random)
         total = stats(np.sum([one.accepted_counts for one in texts], axis=0))
@@ -134,8 +137,10 @@ def test_bands_cover_the_truth_at_their_rate():
 
 
 def test_bands_include_errors_of_acceptance_and_clocks():
-    known, counted = Profile.of_rate(0.7), dataclasses.replace(Profile.of_rate(0.7), error=0.03)
-    sure, unsure = PerCall(1, 0.1), dataclasses.replace(PerCall(1, 0.1), error=0.05)
+    known = Profile.of_rate(0.7)
+    counted = dataclasses.replace(Profile.of_rate(0.7), error=0.03)
+    sure = PerCall(1, 0.1)
+    unsure = dataclasses.replace(PerCall(1, 0.1), error=0.05)
 
     def width(profile, costs):
         speedup = make_plan(profile, costs)[4].speedup

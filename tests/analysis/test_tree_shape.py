@@ -23,18 +23,17 @@ def test_no_tree_of_seven_rows_is_better():
             if shape.depth <= depth
         )
         found = best_shape((0.5, 0.3, 0.1, 0.05, 0.03, 0.01), 7, depth)
-        assert found.depth <= depth and tokens_of(
-            found, (0.5, 0.3, 0.1, 0.05, 0.03, 0.01)
-        ) == pytest.approx(best)
+        assert found.depth <= depth
+        assert tokens_of(found, (0.5, 0.3, 0.1, 0.05, 0.03, 0.01)) == pytest.approx(best)
 
 
 def test_best_tree_depends_on_costs():
     free_rows, chain = choose_shape(
         RANKS, lambda depth, rows: 10 + depth, most_rows=16, most_depth=6
     )
-    assert (
-        free_rows.shape.K == 15 and free_rows.ms_per_token < chain.ms_per_token and chain.is_chain
-    )
+    assert free_rows.shape.K == 15
+    assert free_rows.ms_per_token < chain.ms_per_token
+    assert chain.is_chain
     dear_rows, chain = choose_shape(
         RANKS, lambda depth, rows: 1 + 2 * rows, most_rows=16, most_depth=6
     )

@@ -27,6 +27,7 @@ from specsamp.decoding.request import encode
 from support import extras
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import CountingLM
+from support.refusals import refusal
 
 pytestmark = extras.needs("jinja2")
 
@@ -35,8 +36,10 @@ FOLDER = pathlib.Path(__file__).with_name("templates")
 LLAMA3, QWEN3, MISTRAL = (
     (FOLDER / f"{name}.jinja").read_text() for name in ("llama3", "qwen3", "mistral")
 )
-BE_SHORT, ASK = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Why? "}
-ANSWER, MORE = {"role": "assistant", "content": "So."}, {"role": "user", "content": "Go on"}
+BE_SHORT = {"role": "system", "content": "Be short."}
+ASK = {"role": "user", "content": "Why? "}
+ANSWER = {"role": "assistant", "content": "So."}
+MORE = {"role": "user", "content": "Go on"}
 TALK = [BE_SHORT, ASK, ANSWER, MORE]
 TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
 
@@ -74,7 +77,7 @@ def test_mistral_template_is_rendered():
         template(MISTRAL).render(TALK)
         == "<s>[INST] Be short.\n\nWhy?  [/INST] So.</s>[INST] Go on [/INST]"
     )
-    with pytest.raises(ValueError, match="here.json.*roles must alternate"):
+    with refusal("here.json.*roles must alternate"):
         template(MISTRAL).render([ASK, MORE])
 
 
@@ -107,7 +110,7 @@ def test_absent_tools_and_documents_are_none():
     text = "{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}"
     assert template(text).render([ASK]) == "True True True"
     assert template(text).render([ASK], tools=[], documents=[{}]) == "False False True"
-    with pytest.raises(ValueError, match="does not read temperature = 0.5: leave it out"):
+    with refusal("does not read temperature = 0.5: leave it out"):
         template(text + "my_temperature").render([ASK], temperature=0.5)
 
 
@@ -145,7 +148,7 @@ def short(no_process, monkeypatch):
 
 @pytest.mark.parametrize("source", (FOLDER / "hostile.txt").read_text().splitlines())
 def test_templates_are_sandboxed(short, source):
-    with pytest.raises(ValueError, match="here.json"):
+    with refusal("here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
 
 
@@ -157,7 +160,7 @@ def test_template_time_limit_needs_no_signal(short, is_blocked):
     if is_blocked:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     try:
-        with pytest.raises(ValueError, match="it takes more than 0.2 seconds"):
+        with refusal("it takes more than 0.2 seconds"):
             template(endless).render([ASK])
     finally:
         signal.signal(signal.SIGPROF, before)
@@ -170,7 +173,7 @@ def test_limits_count_one_conversation_alone(short):
         "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
     )
     assert [template(source).render([ASK] * 6) for _ in range(12)] == ["."] * 12
-    with pytest.raises(ValueError, match="here.json .* it takes more than 0.2 seconds$"):
+    with refusal("here.json .* it takes more than 0.2 seconds$"):
         template(source).render([ASK] * 5_000)
     assert template(source).render([ASK]) == "."
 
@@ -259,11 +262,9 @@ def test_unusable_template_is_an_error(no_process, monkeypatch, tmp_path):
 
 
 def test_too_long_rendered_texts_are_refused():
-    with pytest.raises(ValueError, match="here.json .* it writes 33,554,432 characters$"):
+    with refusal("here.json .* it writes 33,554,432 characters$"):
         template("{{ 'x' * 2 ** 25 }}").render([ASK])
-    with pytest.raises(
-        ValueError, match="here.json .* it takes more than 268,435,456 bytes of memory$"
-    ):
+    with refusal("here.json .* it takes more than 268,435,456 bytes of memory$"):
         template("{{ messages[0].content * 16_000_000 }}").render(
             [ASK | {"content": "😀"}]
         )  # twelve bytes each in JSON
@@ -274,7 +275,7 @@ def test_templates_end_by_the_clock(worker, monkeypatch):
     os.kill(worker.pid, signal.SIGSTOP)
     rescue = threading.Timer(10, worker.kill)
     rescue.start()
-    with pytest.raises(ValueError, match="did not finish in 0.5 seconds of wall time$"):
+    with refusal("did not finish in 0.5 seconds of wall time$"):
         template("stopped").render([ASK])
     rescue.cancel()
     monkeypatch.setattr(chat, "MORE_SECONDS", 25.0)  # time to start a new process
@@ -306,7 +307,7 @@ def test_conversation_is_refused_while_template_process_is_busy(worker, monkeypa
     ],
 )
 def test_invalid_messages_are_refused(messages, message):
-    with pytest.raises(ValueError, match=message):
+    with refusal(message):
         template(LLAMA3).render(messages)
 
 
@@ -349,7 +350,7 @@ def test_template_is_read_from_each_known_file(tmp_path):
     write(tmp_path, chat_template=[{"name": "tool_use", "template": "b"}])
     assert read_chat_template(place).source == "b"
     write(tmp_path, chat_template=7)
-    with pytest.raises(ValueError, match="tokenizer_config.json has a chat_template of type int"):
+    with refusal("tokenizer_config.json has a chat_template of type int"):
         read_chat_template(place)
 
 
@@ -382,9 +383,9 @@ def test_conversations_without_a_template(original):
         target_params=(),
         tokenizer=open_checkpoint(original).tokenizer,
     )
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+    with refusal("the tokenizer has no chat template"):
         encode(pair, [[ASK]])
-    with pytest.raises(ValueError, match="bytes have no chat template"):
+    with refusal("bytes have no chat template"):
         encode(Pair(target=CountingLM(), target_params=(), tokenizer=ByteTokenizer()), [[ASK]])
-    with pytest.raises(ValueError, match="a conversation needs a tokenizer"):
+    with refusal("a conversation needs a tokenizer"):
         encode(Pair(target=CountingLM(), target_params=()), [[ASK]])

@@ -15,6 +15,7 @@ from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import INDEX, find_tensors, read_header
 from support import golden
 from support.checkpoint_shapes import edit, open_all
+from support.refusals import refusal
 
 
 def tensor_change(folder, name, change):
@@ -170,7 +171,7 @@ DAMAGES = [
 )
 def test_damage_is_named(saved, change, message):
     change(saved)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with refusal(message, (ValueError, FileNotFoundError)):
         open_all(saved)
 
 
@@ -205,7 +206,7 @@ def test_damaged_headers_are_refused(tmp_path):
         ),
         (good | {"b": good["a"]}, "b .2, 2. of F32 takes bytes 0 to 16, behind byte 16"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refusal(message):
             read_header(with_header(header))
 
 
@@ -214,29 +215,23 @@ def test_config_contradicting_the_tensors_is_refused(saved):
         saved / "config.json",
         lambda config: config.update(intermediate_size=96, num_key_value_heads=4),
     )
-    with pytest.raises(ValueError, match="does not contain the model of its config.json") as caught:
+    with refusal("does not contain the model of its config.json") as caught:
         open_all(saved)
-    assert "8 tensors" not in str(caught.value) and "10 tensors are of another shape" in str(
-        caught.value
-    )
-    assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(
-        caught.value
-    )
+    assert "8 tensors" not in str(caught.value)
+    assert "10 tensors are of another shape" in str(caught.value)
+    assert "k_proj.weight (16, 32) in model-0000" in str(caught.value)
+    assert "(32, 32) wanted" in str(caught.value)
 
 
 def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
     """Buffers that transformers computes are never read."""
-    mask, buffer = (
-        "model.layers.0.self_attn.masked_attn.bias",
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-    )
+    mask = "model.layers.0.self_attn.masked_attn.bias"
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
     buffers = {mask: np.ones((2, 2), bool), buffer: np.zeros(4, np.float32)}
     tensor_change(saved, UP, lambda tensors: tensors.update(buffers))
     open_all(saved)
     tensor_change(saved, UP, lambda tensors: tensors.update({UP: tensors[UP].astype(np.int8)}))
-    with pytest.raises(
-        ValueError, match=rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"
-    ):
+    with refusal(rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"):
         open_all(saved)
 
 
@@ -252,19 +247,14 @@ def test_weights_of_nan_are_named_while_reading(saved, tensor, number):
     tensor_change(saved, tensor, damage)
     for int8 in ({}, {"weight_dtype": "int8"}):
         checkpoint = open_checkpoint(saved, **int8)
-        with pytest.raises(
-            ValueError,
-            match=rf"model-.*safetensors: {tensor} holds numbers that are infinite or NaN",
-        ):
+        with refusal(rf"model-.*safetensors: {tensor} holds numbers that are infinite or NaN"):
             read_params(checkpoint, TransformerLM(checkpoint.config))
 
 
 def test_numbers_too_large_for_the_dtype_are_named(saved):
     largest = np.full((128, 32), np.finfo(np.float32).max)
     tensor_change(saved, UP, lambda tensors: tensors.update({UP: largest}))
-    with pytest.raises(
-        ValueError, match=f"{UP} holds numbers .* or bfloat16 is too narrow for them"
-    ):
+    with refusal(f"{UP} holds numbers .* or bfloat16 is too narrow for them"):
         read_params((checkpoint := open_checkpoint(saved)), TransformerLM(checkpoint.config))
 
 
@@ -296,18 +286,15 @@ def test_wrong_number_of_experts_is_named(tmp_path):
         ({name: third, name.replace("3", "8"): third}, "1 tensors are not part of"),
     ):
         safetensors.numpy.save_file(tensors | added, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=message) as error:
+        with refusal(message):
             open_all(folder)
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("block", [64 * 2**20, 3 * 32 * 4], ids=["whole", "in blocks"])
 def test_a_tied_model_may_repeat_its_embedding_only(saved, block, monkeypatch):
     monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", block)
     edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    with pytest.raises(
-        ValueError, match="says tie_word_embeddings = true, but its output embedding differs"
-    ):
+    with refusal("says tie_word_embeddings = true, but its output embedding differs"):
         open_all(saved)
     embedding = find_tensors(epath.Path(saved))["model.embed_tokens.weight"].read(
         (slice(None), slice(None))
@@ -321,11 +308,11 @@ def test_a_tied_model_may_repeat_its_embedding_only(saved, block, monkeypatch):
     tensor_change(
         saved, UP, lambda tensors: tensors.update({"lm_head.bias": np.zeros(4, np.float32)})
     )
-    with pytest.raises(ValueError, match="not part of the model: lm_head.bias"):
+    with refusal("not part of the model: lm_head.bias"):
         open_all(saved)
 
 
 def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
     edit(saved / "config.json", lambda config: config.update(vocab_size=250))
-    with pytest.raises(ValueError, match=f"tokenizer.* {tokenizer.vocab_size} tokens.* 250 rows"):
+    with refusal(f"tokenizer.* {tokenizer.vocab_size} tokens.* 250 rows"):
         open_checkpoint(saved)

@@ -24,7 +24,7 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from support.checkpoint_shapes import CONFIG, random_params
 from support.heads import layer_config
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 from support.weights import drawn_params, shapes_of
 
 UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_width=40)
@@ -53,7 +53,7 @@ def test_exported_model_is_read_unchanged(config, tokenizer, tmp_path):
     ids=str,
 )
 def test_export_names_fields_without_counterpart(change, named, tmp_path):
-    with pytest.raises(ValueError, match=f"LlamaForCausalLM has no counterpart of {named}"):
+    with refusal(f"LlamaForCausalLM has no counterpart of {named}"):
         export(tmp_path, dataclasses.replace(CONFIG, **change), {})
     with pytest.raises(WrongShapes, match="layer_0/mlp/gate: absent"):
         export(tmp_path, CONFIG, random_params(dataclasses.replace(CONFIG, gated=False)))
@@ -70,7 +70,7 @@ def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypat
     monkeypatch.setattr("specsamp.checkpoints.export.save", killed)
     with pytest.raises(KeyboardInterrupt):
         export(tmp_path, CONFIG, params, tokenizer)
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
+    with refusal("has no config.json", FileNotFoundError):
         open_checkpoint(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)

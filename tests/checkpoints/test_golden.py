@@ -56,7 +56,8 @@ def test_logits_and_greedy_text_equal_transformers(name, folder):
 
     weights = model.fit_slots(model.prepare(params), SLOTS)
     cache = stale_cache(model, SLOTS, batch=2)
-    tokens_BT, wrong_BT = theirs.tokens_BT, (theirs.tokens_BT + 7) % model.vocab_size
+    tokens_BT = theirs.tokens_BT
+    wrong_BT = (theirs.tokens_BT + 7) % model.vocab_size
     for start, fed in (
         (0, tokens_BT),
         (8, tokens_BT),

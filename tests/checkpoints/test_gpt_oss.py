@@ -16,6 +16,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.int8 import decode_weights, is_int8
 from support import extras, golden
+from support.refusals import refusal
 
 OF_LAYER = "model.layers.{}.mlp.experts.{}"
 WIDTH, INNER, EXPERTS = 32, 64, 4
@@ -24,7 +25,9 @@ WIDTH, INNER, EXPERTS = 32, 64, 4
 def unpack(blocks, scales):
     """Returns the numbers by the definition of e2m1: sign, two exponent bits, one mantissa bit."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
-    sign, exponent, bit = 1.0 - 2 * (codes >> 3), codes >> 1 & 3, codes & 1
+    sign = 1.0 - 2 * (codes >> 3)
+    exponent = codes >> 1 & 3
+    bit = codes & 1
     size = np.where(exponent == 0, bit / 2, (1 + bit / 2) * 2.0 ** (exponent.astype(int) - 1))
     values = sign * size * 2.0 ** (scales.astype(float) - 127)[..., None]
     return values.reshape(*scales.shape[:-1], -1)
@@ -103,17 +106,17 @@ def test_blocks_are_quantised_while_they_are_read(tmp_path):
 )
 def test_odd_blocks_are_refused_in_one_line(change, message, tmp_path):
     write_packed(tmp_path)
-    file, name = tmp_path / "model.safetensors", OF_LAYER.format(0, "down_proj")
+    file = tmp_path / "model.safetensors"
+    name = OF_LAYER.format(0, "down_proj")
     tensors = load_file(file)
     blocks, scales = change(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
     tensors[f"{name}_blocks"] = np.ascontiguousarray(blocks)
     if scales is not None:
         tensors[f"{name}_scales"] = np.ascontiguousarray(scales)
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=message) as error:
+    with refusal(message):
         checkpoint = open_checkpoint(tmp_path)
         read_params(checkpoint, TransformerLM(checkpoint.config))
-    assert "\n" not in str(error.value)
 
 
 # Like the template of gpt-oss: recursive macros, a date, namespaces, calls of tools.

@@ -44,7 +44,8 @@ def rotated(x_TNH, base=100_000.0):
     """Rotates halves, as for Llama's files."""
     half = x_TNH.shape[-1] // 2
     angles_TH = np.arange(len(x_TNH))[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = np.cos(angles_TH)[:, None], np.sin(angles_TH)[:, None]
+    cos = np.cos(angles_TH)[:, None]
+    sin = np.sin(angles_TH)[:, None]
     first, second = x_TNH[..., :half], x_TNH[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 

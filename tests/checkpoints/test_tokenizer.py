@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers, processors
 from specsamp import load_pair
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 
 
 def saved(tokenizer, tmp_path):
@@ -53,7 +53,7 @@ def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
 
 
 def test_damaged_tokenizers_are_named(with_specials, tmp_path):
-    with pytest.raises(ValueError, match="has no token '<end>'"):
+    with refusal("has no token '<end>'"):
         JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
 
 

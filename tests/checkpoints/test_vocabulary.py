@@ -24,6 +24,7 @@ from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
 from support.fakes import TableLM
+from support.refusals import refusal
 from support.tokenizer_styles import STYLES, tokenizer
 
 
@@ -34,11 +35,9 @@ def matched(target, draft):
 
 @pytest.mark.parametrize("target, draft", [*itertools.permutations(STYLES, 2), ("qwen", "qwen")])
 def test_draft_ids_have_the_bytes_of_the_text(target, draft):
-    vocabulary, ours, theirs = (
-        matched(target, draft),
-        TokenBytes(tokenizer(target), ""),
-        TokenBytes(tokenizer(draft), ""),
-    )
+    vocabulary = matched(target, draft)
+    ours = TokenBytes(tokenizer(target), "")
+    theirs = TokenBytes(tokenizer(draft), "")
     text = "def f(x):\n    return naïve, 数学, 1234567 – ¼\n"
     tokens = tokenizer(target).encode(text)
     written = b"".join(theirs.of_id[i] for i in vocabulary.read(tokens))
@@ -53,7 +52,9 @@ def test_draft_ids_have_the_bytes_of_the_text(target, draft):
 
 @pytest.mark.parametrize("target, draft", [("llama3", "llama2"), ("gemma", "qwen")])
 def test_only_end_tokens_are_matched_among_special_ones(target, draft):
-    vocabulary, ours, theirs = matched(target, draft), tokenizer(target), tokenizer(draft)
+    vocabulary = matched(target, draft)
+    ours = tokenizer(target)
+    theirs = tokenizer(draft)
     assert vocabulary.draft_ids_V[ours.eos_id] == theirs.eos_id
     assert vocabulary.read([ours.eos_id]) == [theirs.eos_id]
     begin = ours.token_id({"llama3": "<|begin_of_text|>", "gemma": "<s>"}[target])
@@ -70,7 +71,8 @@ def test_ordinary_added_tokens_are_matched_by_text(style):
         [tokenizers.AddedToken(name, normalized=False, special=False) for name in names]
     )
     made = JsonTokenizer.from_tokenizer(given)
-    own, letter = TokenBytes(made, ""), given.encode("x=", add_special_tokens=False).ids
+    own = TokenBytes(made, "")
+    letter = given.encode("x=", add_special_tokens=False).ids
     for name in names:
         ids = [*letter, given.token_to_id(name), *letter]
         written = b"".join(own.of_id[i] for i in ids)
@@ -119,11 +121,11 @@ def test_shared_mass_is_measured_on_the_draft():
 
 def test_tokenizers_that_do_not_match_are_refused():
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    with pytest.raises(ValueError, match="the draft's tokenizer is a WordLevel"):
+    with refusal("the draft's tokenizer is a WordLevel"):
         match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(words))
     few = tokenizers.Tokenizer(models.BPE({"Ġ": 0, "a": 1, "b": 2}, []))
     few.decoder = decoders.ByteLevel()
-    with pytest.raises(ValueError, match="no token of the draft has the byte 0x"):
+    with refusal("no token of the draft has the byte 0x"):
         match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(few))
     letters = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     apart = []
@@ -132,9 +134,7 @@ def test_tokenizers_that_do_not_match_are_refused():
         vocabulary = letters | {word: 256 + i for i, word in enumerate(words)}
         apart.append(tokenizers.Tokenizer(models.BPE(vocabulary, [])))
         apart[-1].decoder = decoders.ByteLevel()
-    with pytest.raises(
-        ValueError, match="share 256 tokens, less than 10% of the smaller vocabulary of 4352"
-    ):
+    with refusal("share 256 tokens, less than 10% of the smaller vocabulary of 4352"):
         match_vocabularies(*map(JsonTokenizer.from_tokenizer, apart))
 
 
@@ -149,17 +149,15 @@ def other_draft(tmp_path_factory):
 
 
 def test_unsuitable_pairs_of_two_tokenizers_are_refused(original, other_draft):
-    with pytest.raises(
-        ValueError, match="differ in their vocabulary.*--config.hugging_face.other_vocabulary"
-    ):
+    with refusal("differ in their vocabulary.*--config.hugging_face.other_vocabulary"):
         read_pair(original, other_draft, dtype="float32")
-    with pytest.raises(ValueError, match="other_vocabulary is for draft models, but a head"):
+    with refusal("other_vocabulary is for draft models, but a head"):
         read_pair(original, other_draft, is_head=True, other_vocabulary=True)
     said = []
     options = dict(other_vocabulary=True, dtype="float32", say=said.append)
     pair = read_pair(original, other_draft, **options)
     assert f"it can propose {pair.vocabulary.num_shared} of the target's 304 tokens" in said[0]
-    with pytest.raises(ValueError, match="the pair's draft has another tokenizer"):
+    with refusal("the pair's draft has another tokenizer"):
         generate(pair, ["def"], 4, drafter=ModelDrafter(pair.draft, 2))
-    with pytest.raises(ValueError, match="a vocabulary was given without a draft model"):
+    with refusal("a vocabulary was given without a draft model"):
         dataclasses.replace(pair, draft=None, draft_params=None)

@@ -93,7 +93,8 @@ def wanted_after(adaptive, rounds, rows=1):
     """
     policy = adaptive.for_batch(rows)
     state = policy.begin(jnp.full(rows, 9), False)
-    learn, wanted = jax.jit(policy.learn), [int(state.draft_lengths_B[0])]
+    learn = jax.jit(policy.learn)
+    wanted = [int(state.draft_lengths_B[0])]
     for counts in rounds:
         counts_2B = jnp.repeat(jnp.asarray(counts, jnp.int32)[:, None], rows, axis=1)
         state = learn(state, jnp.ones(rows, bool), *counts_2B)
@@ -102,12 +103,16 @@ def wanted_after(adaptive, rounds, rows=1):
 
 
 def test_the_length_has_the_most_tokens_per_time():
-    lengths, costs, decay = (0, 1, 2, 4, 8), (10, 13, 17, 24, 45.0), 0.9
+    lengths = (0, 1, 2, 4, 8)
+    costs = (10, 13, 17, 24, 45.0)
+    decay = 0.9
     adaptive = Adaptive(
         lengths=lengths, costs_ms=costs, acceptance=0.5, trust=4.0, decay=decay, margin=0
     )
     rounds = [(2, 2), (4, 4), (8, 8), (8, 3), (4, 4), (2, 0), (1, 0), (1, 0)]
-    accepted, rejected, wanted = 2.0, 2.0, wanted_after(adaptive, rounds)
+    accepted = 2.0
+    rejected = 2.0
+    wanted = wanted_after(adaptive, rounds)
     for count, (drafted, n) in enumerate(rounds, 1):
         accepted, rejected = (
             prior + (x - prior) * decay + new
@@ -125,9 +130,8 @@ def test_rows_of_a_batch_share_one_draft_length():
     """A row alone changes its length sooner: a batch's round is as wide as its longest draft."""
     adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.1, 3.0), usual=1, acceptance=0.9)
     accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
-    assert wanted_after(adaptive, accepted)[-1] == 4 and set(
-        wanted_after(adaptive, accepted, rows=2)
-    ) == {1}
+    assert wanted_after(adaptive, accepted)[-1] == 4
+    assert set(wanted_after(adaptive, accepted, rows=2)) == {1}
     alone, of_two = (wanted_after(adaptive, rejected, rows).index(0) for rows in (1, 2))
     assert 0 < alone < of_two
     assert wanted_after(dataclasses.replace(adaptive, margin=10.0), rejected, rows=2)[-1] == 1
@@ -145,7 +149,9 @@ def test_default_length_counts_the_depth_of_trees():
 
 def test_lengths_suit_the_rows_that_are_decoded_together():
     adaptive = Adaptive(lengths=(2, 8), costs_ms=(1, 1.5), usual=2)
-    pair, method, chosen = table_pair(), Method(drafter=NgramDrafter(8), adaptive=adaptive), []
+    pair = table_pair()
+    method = Method(drafter=NgramDrafter(8), adaptive=adaptive)
+    chosen = []
     for prompts, batch in ((5, 2), (1, 8), (1, None)):
         requests = make_requests(pair, method, [[1]] * prompts, 4)
         chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)

@@ -102,7 +102,8 @@ def test_the_text_has_the_distribution_of_the_target(kind, is_exact):
 
 def test_the_joint_ratio_decides():
     """The ratio of joint probabilities sets the accepted length; the meter counts it as certain."""
-    drafter, counts = BeamDrafter(TableLM(SIZE), K, beams=3), set()
+    drafter = BeamDrafter(TableLM(SIZE), K, beams=3)
+    counts = set()
     loop, weights, state = first_state(drafter, PAIRS, FULL, JointThreshold(TAU), OTHER)
     state = loop.run(weights, state, 1)
     for row, prompt in enumerate(PAIRS):

@@ -75,9 +75,11 @@ class MarginalsJudgedAsConditionals(BlockDrafter):
         draft, state, cache = plain(self, law="marginals").propose(
             weights, state, prefix, cache, sample
         )
-        head, pending_B = self.head, gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)[:, 0]
+        head = self.head
+        pending_B = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)[:, 0]
         rows, logits, _ = self._run_block(weights, state, prefix)
-        correction, judged = head.begin(weights.draft, len(pending_B)), []
+        correction = head.begin(weights.draft, len(pending_B))
+        judged = []
         for k, token_B in enumerate([pending_B, *draft.tokens_BK.T[:-1]]):
             logits_BU, correction = head.correct(
                 weights.draft, logits[:, k], rows[:, k], token_B, correction
@@ -133,7 +135,8 @@ def test_a_right_context_is_accepted_always(law, chunk):
 @pytest.mark.parametrize("rule", [TokenRule(), CoupledRule()])
 @pytest.mark.parametrize("warp", [temperature([0.7, 1.3]), greedy()])
 def test_rows_drawn_at_once_equal_a_chain(rule, warp):
-    logits_BKV, zeros_B = 3 * jax.random.normal(jax.random.key(1), (2, 4, 64)), jnp.zeros(2, int)
+    logits_BKV = 3 * jax.random.normal(jax.random.key(1), (2, 4, 64))
+    zeros_B = jnp.zeros(2, int)
     sample = Sampler(
         warp=chain(warp),
         rule=rule,
@@ -198,7 +201,8 @@ class Uncertain(TableBlock):
 def test_a_token_is_not_dropped_for_its_value(drafter, expected):
     """Golden: for (.7, .3) and a draft of (.5, .5), a stop that sees the token gives (.85, .15)."""
     q = jnp.broadcast_to(jnp.log(jnp.asarray([0.7, 0.3])), (3, 3, 3, 2))
-    target, head = ShowsTokens(2), Uncertain(table_block(2).config)
+    target = ShowsTokens(2)
+    head = Uncertain(table_block(2).config)
     loop = Loop(target=target, drafter=drafter(target, head, 2, threshold=0.5), rule=TokenRule())
     run = decode(loop, q, q, [[0, 0]], 1, FULL, samples=40_000)
     assert abs(1 - run.emitted(1).mean() - expected) < 0.01
@@ -214,9 +218,8 @@ def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL, target=LayeredTable(V)
 
 def test_one_token_prompt_has_no_first_draft():
     """A single token has no context before it; a prompt of two tokens has a draft."""
-    assert (draft_of(block(V), 3, [1]).num_drafted_B == 0).all() and (
-        draft_of(block(V), 3, [1, 2]).num_drafted_B == 3
-    ).all()
+    assert (draft_of(block(V), 3, [1]).num_drafted_B == 0).all()
+    assert (draft_of(block(V), 3, [1, 2]).num_drafted_B == 3).all()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +245,8 @@ def test_independent_tokens_drawn_at_once_are_the_same(prompt):
 @pytest.mark.slow
 def test_a_ban_of_all_candidates_ends_the_draft():
     """With one candidate, of probability 1, no banned token is drafted; completions are exact."""
-    head, sampling = dflash2(V, selector_top_k=1), chain(temperature(1.0), ban([0]))
+    head = dflash2(V, selector_top_k=1)
+    sampling = chain(temperature(1.0), ban([0]))
     draft = draft_of(head, 3, sampling=sampling)
     submitted = np.arange(3) < np.asarray(draft.num_drafted_B)[:, None]
     assert (np.asarray(draft.tokens_BK)[submitted] != 0).all() and not submitted.all()

@@ -68,7 +68,8 @@ def voted(proposals, weights):
 
 def test_votes_are_counted_token_by_token():
     rng = np.random.default_rng(0)
-    proposed_BPK, num_BP = rng.integers(3, size=(300, 4, 3)), rng.integers(4, size=(300, 4))
+    proposed_BPK = rng.integers(3, size=(300, 4, 3))
+    num_BP = rng.integers(4, size=(300, 4))
     weights_BP = rng.integers(3, size=(300, 4)).astype(np.float32)
     tokens_BK, num_drafted_B = vote(*map(jnp.asarray, (proposed_BPK, num_BP, weights_BP)))
     for row in range(300):
@@ -157,7 +158,8 @@ def test_choice_by_target_noise_is_caught(kind, is_exact):
 
 
 def test_parts_draw_with_noise_of_their_own():
-    loop, draft = table_loop(TokenRule(), VotingDrafter(models(2, 1))), (FAR, FAR)
+    loop = table_loop(TokenRule(), VotingDrafter(models(2, 1)))
+    draft = (FAR, FAR)
     state = prefill(loop, TARGET, draft, [[0]], 9, FULL, samples=200)
     drawn = loop.draft(Weights(target=TARGET, draft=draft), state.request, state)[1].tokens_BPK
     assert 50 < (drawn[:, 0, 0] == drawn[:, 1, 0]).sum() < 150

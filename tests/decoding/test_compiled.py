@@ -71,7 +71,8 @@ def compiled_run(
         ),
         *params,
     )
-    prompts, lengths = jnp.zeros((batch, 16), jnp.int32), jnp.full((batch,), 16)
+    prompts = jnp.zeros((batch, 16), jnp.int32)
+    lengths = jnp.full((batch,), 16)
     state = jax.eval_shape(
         lambda w: loop.prefill(w, request, prompts, lengths, slots=SLOTS), weights
     )
@@ -93,7 +94,8 @@ def copied_caches(text, batch):
     }
 
 
-FEW, MANY = (4, 4, "relative", "default"), (MAX_UNROLLED_ROWS + 3, 2, "rotary", "default")
+FEW = (4, 4, "relative", "default")
+MANY = (MAX_UNROLLED_ROWS + 3, 2, "rotary", "default")
 CALLS = [FEW, MANY, (1, 4, "relative", "cpu")]
 
 
@@ -109,7 +111,8 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64)}
     target |= {(512, 2048), (2048, 512), (4096, 512)}
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
-    cpu_target, cpu_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
+    cpu_target = {(512, 1536), (512, 4096), (4096, 512)}
+    cpu_draft = {(128, 384), (128, 4096)}
     assert not copies & (target | draft | cpu_target | cpu_draft)
 
 

@@ -15,6 +15,7 @@ from specsamp.decoding import drafter_calls
 from specsamp.decoding.state import Prefix
 from support.extras import slow_but
 from support.fakes import TableLM, p_value
+from support.refusals import refusal
 
 V, K, LENGTH = 3, 3, 3
 PROBS_V = np.array([0.2, 0.2, 0.6])
@@ -199,11 +200,8 @@ REFUSED = [
     "method, change, message", REFUSED, ids=[f"{one}: {two}" for one, two, _ in REFUSED]
 )
 def test_method_that_returns_something_else_is_refused(method, change, message):
-    with pytest.raises(
-        ValueError, match=f"Returning.{message}" if method in message else message
-    ) as error:
+    with refusal(message) as error:
         generate(PAIR, [[1]], LENGTH, drafter=Returning(method, change))
-    assert "\n" not in str(error.value)
     assert f"Returning.{method}" in str(error.value)
 
 

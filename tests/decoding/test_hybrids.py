@@ -33,6 +33,7 @@ from specsamp.models.recurrent import REWIND, RecurrentCache
 from specsamp.models.slots import read_slots, write_slots
 from support.fakes import FALSE_ALARM, decode, p_value
 from support.hybrids import RECURRENT, hybrid
+from support.refusals import refusal
 from support.weights import shapes_of
 
 V, LENGTH, SAMPLES, HEAT = 2, 4, 1000, 2.0
@@ -131,7 +132,8 @@ def stale_input(cache, inputs_BMTX, start_B):
     return APPEND(changed, inputs_BMTX, start_B)
 
 
-ADVANCE, APPEND = RecurrentCache.advance, RecurrentCache.append
+ADVANCE = RecurrentCache.advance
+APPEND = RecurrentCache.append
 MUTANTS = {"advance": (wrong_state, replayed_twice), "append": (stale_input,)}
 
 
@@ -139,11 +141,9 @@ def error_of_calls():
     """Returns the largest error of logits when each call's last token is wrong and then removed."""
     text_BT = jnp.asarray(np.random.default_rng(0).integers(0, V, size=(1, 103)))
     expected_BTV = forward(weights(5)["params"], text_BT).logits_BTV
-    call, cache, error = (
-        jax.jit(lambda *given, **more: MODEL(*given, **more)),
-        MODEL.init_cache(1, 128),
-        0.0,
-    )
+    call = jax.jit(lambda *given, **more: MODEL(*given, **more))
+    cache = MODEL.init_cache(1, 128)
+    error = 0.0
     cache = call(
         weights(5), text_BT[:, :48], jnp.array([0]), cache, lengths_B=jnp.array([41])
     ).cache
@@ -231,21 +231,23 @@ def pair():
 )
 def test_drafters_that_a_hybrid_cannot_serve_are_refused(drafter, message):
     rule = RecursiveRule() if isinstance(drafter, NgramTree) else TokenRule()
-    with pytest.raises(ValueError, match=message):
+    with refusal(message):
         generate(pair(), [[0, 1]], 4, drafter=drafter, rule=rule)
 
 
 def test_a_long_call_without_lengths_is_refused():
-    cache, start_B = MODEL.init_cache(1, 64), jnp.zeros(1, jnp.int32)
+    cache = MODEL.init_cache(1, 64)
+    start_B = jnp.zeros(1, jnp.int32)
     tokens_BT = jnp.zeros((1, REWIND + 2), jnp.int32)
-    with pytest.raises(ValueError, match="give lengths_B"):
+    with refusal("give lengths_B"):
         jax.eval_shape(functools.partial(MODEL, weights(5)), tokens_BT, start_B, cache)
 
 
 def test_call_before_the_older_state_is_nan():
     """Wrong logits would pass as right; NaN ends the row as invalid."""
     cache, lengths_B = MODEL.init_cache(1, 64), jnp.array([60])
-    tokens_BT, call = jnp.zeros((1, 64), jnp.int32), jax.jit(MODEL.__call__)
+    tokens_BT = jnp.zeros((1, 64), jnp.int32)
+    call = jax.jit(MODEL.__call__)
     cache = call(weights(5), tokens_BT, jnp.array([0]), cache, lengths_B=lengths_B).cache
     for start, is_valid in ((59, True), (32, True), (31, False)):
         output = call(weights(5), tokens_BT[:, :2], jnp.array([start]), cache)

@@ -36,7 +36,8 @@ def model(K, window=1):
 
 def test_texts_have_the_distribution_of_the_target():
     """test_pairs.py covers further drafters, rules, warps and lengths."""
-    loop, sampling = table_loop(TokenRule(), model(4)), chain(temperature(1.5), top_k(2))
+    loop = table_loop(TokenRule(), model(4))
+    sampling = chain(temperature(1.5), top_k(2))
     assert distribution_test(loop, FAR, sampling, length=4) > FALSE_ALARM
 
 
@@ -57,9 +58,8 @@ def test_rows_with_parameters_of_their_own():
     distributions = [
         joint_distribution(TARGET, warp, prompt, 3) for warp, prompt in zip(alone, prompts)
     ]
-    assert distributions[0].max() == 1 and np.all(
-        emitted[0] == np.argwhere(distributions[0] == 1)[0]
-    )
+    assert distributions[0].max() == 1
+    assert np.all(emitted[0] == np.argwhere(distributions[0] == 1)[0])
     assert p_value(list(zip(emitted[1:], distributions[1:]))) > FALSE_ALARM
 
 

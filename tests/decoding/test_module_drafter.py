@@ -61,7 +61,8 @@ def test_module_drafts_equal_those_of_whole_texts():
     """Prefill in chunks: test_next_round.py."""
     loop = Loop(target=MODEL, drafter=ModuleDrafter(MODEL, HEAD, D), rule=TokenRule())
     options = dict(samples=4, slots=40, prompt_ids=range(3))
-    state, sizes = prefill(loop, TARGET, WEIGHTS.draft, PROMPTS, 20, FULL, **options), set()
+    state = prefill(loop, TARGET, WEIGHTS.draft, PROMPTS, 20, FULL, **options)
+    sizes = set()
     for _ in range(6):
         assert error(loop, state) < 1e-5
         before_B = np.asarray(state.lengths_B)

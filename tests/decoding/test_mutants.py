@@ -213,10 +213,8 @@ def test_no_token_decides_whether_it_is_submitted():
         adaptive = Adaptive(lengths=(1,), stop=Confidence(least))
         return first_token(drafter, target, draft, adaptive=adaptive)[0]
 
-    looks, drops = (
-        mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1),
-        mutants.StopsOneTokenEarly(TableLM(2), 1),
-    )
+    looks = mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1)
+    drops = mutants.StopsOneTokenEarly(TableLM(2), 1)
     assert written(looks, (0.7, 0.3), (0.5, 0.5), 0.0) == pytest.approx(0.85, abs=0.01)
     for drafter, expected in ((drops, 0.42), (ModelDrafter(TableLM(2), 1), 0.3)):
         assert written(drafter, (0.3, 0.7), (0.6, 0.4), 0.5) == pytest.approx(expected, abs=0.01)

@@ -71,7 +71,8 @@ class InTurn(Adaptive):
 @functools.partial(jax.jit, static_argnames="loop")
 def next_round(loop, weights, state):
     """Returns the next draft, its probabilities, and the target's probabilities after each row."""
-    request, state = state.request, dataclasses.replace(state, request=None)
+    request = state.request
+    state = dataclasses.replace(state, request=None)
     state = loop._catch_up(weights, state, jnp.ones((), bool))  # as after a pause
     loop = dataclasses.replace(loop, adaptive=None)
     draft, _, cache = loop.draft(weights, request, state)

@@ -108,7 +108,9 @@ class InPairs(NgramDrafter):
 def texts_after_texts(seed):
     """Returns the p-value of texts that are drafted from the logs of a run with seed 0."""
     loop = table_loop(TokenRule(), InPairs(2, corpus=[[0, 2, 1, 1, 0]], log=6))
-    prompts, length, draft = [[0], [2, 0, 1, 1]], 3, loop.drafter.prepare(None)
+    prompts = [[0], [2, 0, 1, 1]]
+    length = 3
+    draft = loop.drafter.prepare(None)
     samples = samples_for(V**length - 1, 2) // 2 * 2
     given = loop, TARGET, draft, prompts, length, FULL
     first = decode(*given, samples=samples).state
@@ -135,7 +137,8 @@ def test_reused_noise_of_logged_text_is_caught():
 
 def test_repeated_text_is_drafted_whole():
     """A single row decodes both prompts: its log outlives the first text."""
-    prompts, plain = [[3, 4]] * 2, generate(counting_pair(), [[3, 4]], 16, draft_length=0)
+    prompts = [[3, 4]] * 2
+    plain = generate(counting_pair(), [[3, 4]], 16, draft_length=0)
     for drafter, expected in ((NgramDrafter(K), [16, 16]), (NgramDrafter(K, log=32), [16, 4])):
         done = sorted(
             generate_many(counting_pair(), prompts, 16, rows=1, drafter=drafter),
@@ -147,8 +150,10 @@ def test_repeated_text_is_drafted_whole():
 
 
 def test_texts_on_a_mesh_equal_single_prompts():
-    pair, prompts = drafters.alone(drafters.TARGET), [[1, 2], [3], [5, 6, 7], [3]] * 2
-    drafter, alone = NgramDrafter(K, corpus=[[*range(24)]] * 2), []
+    pair = drafters.alone(drafters.TARGET)
+    prompts = [[1, 2], [3], [5, 6, 7], [3]] * 2
+    drafter = NgramDrafter(K, corpus=[[*range(24)]] * 2)
+    alone = []
     options = dict(rule=CoupledRule(), drafter=drafter)
     for index in range(4):
         alone += generate(pair, [prompts[index]], 12, prompt_ids=[index], **options)

@@ -21,9 +21,11 @@ from support.weights import drawn_params
 
 def marginals(model, params, tokens_BS, length, K, mask):
     """Returns the log-probabilities of K drafted tokens after a text with an unread last token."""
-    one, batch = ParallelDrafter(model, K, mask_id=mask), len(tokens_BS)
+    one = ParallelDrafter(model, K, mask_id=mask)
+    batch = len(tokens_BS)
     weights = Weights(target=None, draft=model.prepare(params))
-    lengths_B, zeros_B = jnp.full(batch, length), jnp.zeros(batch, jnp.int32)
+    lengths_B = jnp.full(batch, length)
+    zeros_B = jnp.zeros(batch, jnp.int32)
     sample = Sampler(
         warp=chain(),
         rule=TokenRule(),
@@ -37,8 +39,12 @@ def marginals(model, params, tokens_BS, length, K, mask):
 
 def test_one_call_drafts_from_text_and_masks():
     """The text has fewer than K + 1 tokens, as after a short prompt."""
-    length, model, K, mask = 2, TransformerLM(tiny(vocab_size=16, positions="rotary")), 4, 15
-    params, tokens = drawn_params(model), jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
+    length = 2
+    model = TransformerLM(tiny(vocab_size=16, positions="rotary"))
+    K = 4
+    mask = 15
+    params = drawn_params(model)
+    tokens = jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
     text = jnp.concatenate([tokens[:, :length], jnp.full((1, K - 1), mask)], axis=1)
     expected = jax.nn.log_softmax(model.forward(params, text).logits_BTV[:, length - 1 :])
     np.testing.assert_allclose(
@@ -51,7 +57,8 @@ def test_marginals_equal_transformers(tmp_path):
     theirs, K = golden.read(golden.PARD), golden.MASKS + 1
     checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
     model = TransformerLM(checkpoint.config)
-    length, mask = theirs.tokens_BT.shape[1] - golden.MASKS, theirs.config["pard_token"]
+    length = theirs.tokens_BT.shape[1] - golden.MASKS
+    mask = theirs.config["pard_token"]
     text = np.where(np.arange(length + K) < length, np.pad(theirs.tokens_BT, ((0, 0), (0, 1))), 7)
     expected = jax.nn.log_softmax(theirs.logits_BTV[:, length - 1 :])
     found = marginals(model, read_params(checkpoint, model), text, length, K, mask)

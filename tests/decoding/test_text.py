@@ -261,7 +261,8 @@ def test_prompt_ending_inside_bytes_is_continued(style):
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen"])
 def test_prompt_ending_in_replacement_character_is_not_repeated(style):
     text = tokenizer(style)
-    prompt, rest = text.encode("a" + REPLACED), text.encode("bc")[-1:]
+    prompt = text.encode("a" + REPLACED)
+    rest = text.encode("bc")[-1:]
     assert Continuation(text, prompt).decode(rest) == text.decode([*prompt, *rest]).removeprefix(
         "a" + REPLACED
     )

@@ -29,9 +29,8 @@ def test_window_over_whole_text_is_always_accepted():
     made = drafted("learned", lambda target: WindowDrafter(target, K, 35, 4))
     assert tokens(made) == plain("learned")
     for row in made:  # the budget cuts the last round
-        assert row.stats.accepted >= TOKENS - row.stats.rounds and row.stats.rounds == TOKENS // (
-            K + 1
-        )
+        assert row.stats.accepted >= TOKENS - row.stats.rounds
+        assert row.stats.rounds == TOKENS // (K + 1)
 
 
 @pytest.mark.slow
@@ -142,10 +141,8 @@ def test_a_draft_reads_slices_of_the_cache_alone():
 
     def read(window):
         drafter = WindowDrafter(model, K, window, SINKS)
-        loop, weights = (
-            Loop(target=model, drafter=drafter, rule=TokenRule()),
-            pair_of("rotary").weights(drafter, slots),
-        )
+        loop = Loop(target=model, drafter=drafter, rule=TokenRule())
+        weights = pair_of("rotary").weights(drafter, slots)
         state = prefill(loop, weights.target, None, TEXTS, 4, chain(temperature(1.0)), slots=slots)
         draft = jax.make_jaxpr(
             lambda cache: loop.draft(

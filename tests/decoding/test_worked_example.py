@@ -55,9 +55,8 @@ def test_two_rounds_equal_the_docstring():
         after = decode(loop, None, None, [TEXT[:2]], budget, greedy(), slots=10).state
         committed = np.asarray(after.tokens_BS)[0, : int(length)]
         assert committed.tolist() == [int(token) for token in tokens.split() if token != "."]
-        assert np.asarray(after.cache)[0, : len(slots)].tolist() == slots and int(
-            after.lengths_B[0]
-        ) == int(length)
+        assert np.asarray(after.cache)[0, : len(slots)].tolist() == slots
+        assert int(after.lengths_B[0]) == int(length)
     counts = after.stats
     assert [int(x[0]) for x in (counts.rounds_B, counts.emitted_B, counts.drafted_B)] == [2, 5, 4]
     assert np.asarray(after.tokens_BS)[np.asarray(after.from_draft_BS)].tolist() == [3, 9, 1]

@@ -92,10 +92,8 @@ def test_a_head_is_recast_with_its_target():
     wide = subject_of(pair=pair, prompts=[[1, 2]], drafter=drafter, sampling=chain()).cast(
         "float32"
     )
-    assert (
-        wide.pair.head == wide.method.drafter.head
-        and wide.method.drafter.head.config.layer.dtype == "float32"
-    )
+    assert wide.pair.head == wide.method.drafter.head
+    assert wide.method.drafter.head.config.layer.dtype == "float32"
     assert wide.pair.draft_params["fc"].dtype == jnp.float32
     assert wide.pair.draft_params[DRAFT_IDS].dtype == jnp.int32
     assert wide.cast("bfloat16").pair.head.config == config

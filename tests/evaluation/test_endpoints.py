@@ -14,6 +14,7 @@ import pytest
 from specsamp.evaluation.audit import Status
 from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 from support.extras import slow_but
+from support.refusals import refusal
 from support.run_script import call
 
 PAIRS = ("aa", "ab", "ac", "ba", "bb", "bc")
@@ -85,7 +86,7 @@ def test_busy_engines_are_asked_again(monkeypatch):
     monkeypatch.setattr("specsamp.evaluation.audit.endpoints.BUSY_SECONDS", 0.0)
     with (
         engine(refusals=1000) as url,
-        pytest.raises(ValueError, match="refused .* for 0 seconds: "),
+        refusal("refused .* for 0 seconds: "),
     ):
         RemoteEngine(url).sample("x", 1, 0)  # not for ever
 
@@ -102,14 +103,14 @@ def test_busy_engines_are_asked_again(monkeypatch):
     ],
 )
 def test_bad_answers_are_named(answer, status, fields, message):
-    with engine(answer=answer, status=status) as url, pytest.raises(ValueError, match=message):
+    with engine(answer=answer, status=status) as url, refusal(message):
         compare_endpoints(
             RemoteEngine(url, fields), None if fields else RemoteEngine(url), ["x"], **SOUND
         )
 
 
 def test_missing_engine_is_named():
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 gave no completion"):
+    with refusal(r"http://127.0.0.1:9 gave no completion"):
         RemoteEngine("http://127.0.0.1:9").sample("x", 1, 0)
 
 

@@ -123,11 +123,9 @@ def test_each_mistake_costs_acceptance(pairs, name, make):
 def test_a_better_reading_is_named(pairs):
     """The wrong reading takes each layer one too late; the right reading has no better one."""
     wrong = check_head(MISTAKES[0][1](pairs["eagle3"]), PROMPTS, others=True)
-    assert (
-        wrong.better == "hidden_layers = (1, 2, 4)"
-        and wrong.readings[wrong.better] > 0.95
-        and not wrong.fits
-    )
+    assert wrong.better == "hidden_layers = (1, 2, 4)"
+    assert wrong.readings[wrong.better] > 0.95
+    assert not wrong.fits
     assert wrong.sentences[1].startswith(
         "WARNING: THE HEAD IS READ WRONGLY: with hidden_layers = (1, 2, 4)"
     )

@@ -44,7 +44,8 @@ def sound():
 
 
 def flat_pair(rule):
-    target, draft = random_table(1, 32, 0.7), random_table(2, 32, 0.7)
+    target = random_table(1, 32, 0.7)
+    draft = random_table(2, 32, 0.7)
     settings = {"rule": rule, "sampling": chain(), "max_new_tokens": 12}
     return table_subject(TableLM(32), target=target, draft=draft, **settings)
 
@@ -95,10 +96,8 @@ def test_acceptance_by_position_catches_a_cache_hole():
     assert found.ratios.p_values.min() > CHANCE
     assert found.positions.p_values[1] < RARE
     check = round_evidence.expected_acceptance(found, false_alarm=RARE)
-    assert (
-        check.verdict == "failed"
-        and check.numbers["accepted_at_position_1"] < check.numbers["expected_at_position_1"]
-    )
+    assert check.verdict == "failed"
+    assert check.numbers["accepted_at_position_1"] < check.numbers["expected_at_position_1"]
 
 
 @pytest.mark.slow
@@ -112,7 +111,8 @@ def test_block_rule_has_no_evidence_of_error():
 def test_event_false_alarm_and_detection_rates_hold():
     rng, trials, level = np.random.default_rng(1), 1000, 0.05
     probs_NT = np.broadcast_to(rng.uniform(0.3, 0.5, 400)[:, None], (400, trials))
-    tested_NT, uniforms_NT = np.ones((400, trials), bool), rng.random((400, trials))
+    tested_NT = np.ones((400, trials), bool)
+    uniforms_NT = rng.random((400, trials))
 
     def share_that_fails(error):
         return (

@@ -25,7 +25,7 @@ from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Attempt, compare_scores, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
 from support.extras import is_here, needs
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 
 ADD = {
     "task_id": "Own/0",
@@ -74,7 +74,8 @@ def test_humaneval_counts_passing_completions(write, packed):
         coding_tasks.HUMANEVAL_STOP,
         512,
     )
-    right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
+    right = ADD["canonical_solution"]
+    after = "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = ("    return a +\n", "    import sys; sys.exit(0)\n")
     answers = [Attempt(text=text) for text in (right, right + after, *wrong)]
     # Four answers are too few for pass@10.
@@ -87,11 +88,13 @@ def test_humaneval_counts_passing_completions(write, packed):
 
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     monkeypatch.setattr(isolation, "missing_isolation", lambda: "bwrap is not on PATH")
-    path, answers = write(lines([ADD])), [Attempt(text=ADD["canonical_solution"])]
+    path = write(lines([ADD]))
+    answers = [Attempt(text=ADD["canonical_solution"])]
     # The refusal precedes all decoding.
-    with pytest.raises(ValueError, match="none is run: bwrap is not on PATH.*--run_unisolated"):
+    with refusal("none is run: bwrap is not on PATH.*--run_unisolated"):
         load_task("humaneval", path)
-    task, insisting = load_humaneval(path), load_task("humaneval", path, insist=True)
+    task = load_humaneval(path)
+    insisting = load_task("humaneval", path, insist=True)
     with pytest.raises(isolation.IsolationError, match="none is run: bwrap is not on PATH"):
         task.score(task.problems[0], answers)
     assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
@@ -145,16 +148,14 @@ def test_data_set_of_the_hub_is_read(write, monkeypatch):
         "Own/0",
         "Own/1",
     ]
-    with pytest.raises(FileNotFoundError, match="'a/b' has no file of the split 'dev'"):
+    with refusal("'a/b' has no file of the split 'dev'", FileNotFoundError):
         read_records("a/b", {}, split="dev")
     # The first is called before the calls with retries.
     hub.auth_check = hub.list_repo_files = None
-    with pytest.raises(
-        FileNotFoundError, match="no file 'a/b', and the hub did not send it .TypeError"
-    ):
+    with refusal("no file 'a/b', and the hub did not send it .TypeError", FileNotFoundError):
         read_records("a/b", {})
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match="pip install huggingface_hub"):
+    with refusal("pip install huggingface_hub"):
         read_records("a/b", {})
 
 
@@ -167,7 +168,7 @@ def test_parquet_files_are_read(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ADD, LAST]), path)
     assert read_records(str(path), coding_tasks.HUMANEVAL_FIELDS) == [ADD, LAST]
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="a.parquet is damaged"):
+    with refusal("a.parquet is damaged"):
         read_records(str(path), coding_tasks.HUMANEVAL_FIELDS)
 
 

@@ -15,7 +15,7 @@ from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from support import fakes
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 
 
 @pytest.fixture
@@ -63,10 +63,8 @@ def test_a_grid_becomes_cells(experiment):
     (made_up,) = cells.make_cells(
         cells.turned(config, points("synthetic_acceptance=0.7")), experiment
     )
-    assert (
-        made_up.method.rule == SyntheticAcceptance(TokenRule(), 0.7)
-        and made_up.key["synthetic_acceptance"] == 0.7
-    )
+    assert made_up.method.rule == SyntheticAcceptance(TokenRule(), 0.7)
+    assert made_up.key["synthetic_acceptance"] == 0.7
     assert "synthetic_acceptance" not in heated.key
     own = points("drafter=a.py:A(f(K), g(2)),model")
     assert [one["drafter"] for one in own] == ["a.py:A(f(K), g(2))", "model"]
@@ -89,10 +87,8 @@ def test_fields_of_the_drafter_make_cells(experiment, drafter, grid):
 
 def test_cells_of_other_weights_make_another_file(tmp_path):
     """The same pair after another training, which changes only its weights, is refused."""
-    path, config = (
-        str(tmp_path / "cells.json"),
-        ExperimentConfig.from_config_dict(random_pair.get_config("tiny")),
-    )
+    path = str(tmp_path / "cells.json")
+    config = ExperimentConfig.from_config_dict(random_pair.get_config("tiny"))
     built = build(config)
 
     def identity(weights):
@@ -101,7 +97,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
 
     grid.Results.open(path, identity("first")).add({"key": {"batch": 1}, "result": {}}, {})
     assert grid.Results.open(path, identity("first")).find({"batch": 1})
-    with pytest.raises(ValueError, match="weights was 'first', is 'second'. Give another --output"):
+    with refusal("weights was 'first', is 'second'. Give another --output"):
         grid.Results.open(path, identity("second"))
 
 

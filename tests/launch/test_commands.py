@@ -109,13 +109,12 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
         "evaluate", *FLAGS, "--methods=plain,token,always/model/2", f"--output={output}", "--plain"
     )
     again = [cell for cell in read_cells(output) if cell["key"] == plain[0]["key"]]
-    assert (
-        again[0]["result"]["timed"] == {}
-        and again[0]["result"]["scores"] == plain[0]["result"]["scores"]
-    )
+    assert again[0]["result"]["timed"] == {}
+    assert again[0]["result"]["scores"] == plain[0]["result"]["scores"]
     rows = {row["name"]: row for row in result(output)["evaluation"]}
     assert list(rows) == ["plain", "token, model, K = 3", "always, model, K = 2"]
-    always, token = rows["always, model, K = 2"], rows["token, model, K = 3"]
+    always = rows["always, model, K = 2"]
+    token = rows["token, model, K = 3"]
     assert not always["exact"] and token["exact"] and not rows["plain"]["differences"]
     assert always["differences"]["log_prob"]["high"] < 0 < token["differences"]["log_prob"]["high"]
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1

@@ -13,6 +13,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from support.refusals import refusal
 from support.run_script import ROOT, module, only_shared_flags, refuse, succeed
 
 
@@ -27,11 +28,11 @@ def test_output_is_checked_before_the_work(entry, tmp_path, monkeypatch):
     entry.check_output(str(tmp_path / "new" / "result.json"))
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--output=.*/new is a folder: name a file in it"):
+    with refusal("--output=.*/new is a folder: name a file in it"):
         entry.check_output(str(tmp_path / "new"))
-    with pytest.raises(ValueError, match="--output=.*/file/result.json cannot be written"):
+    with refusal("--output=.*/file/result.json cannot be written"):
         entry.check_output(f"{tmp_path}/file/result.json")
-    with pytest.raises(ValueError, match="'ftpx://bucket/result.json'"):
+    with refusal("'ftpx://bucket/result.json'"):
         entry.check_output("ftpx://bucket/result.json")
 
     def full(path, content):
@@ -39,7 +40,7 @@ def test_output_is_checked_before_the_work(entry, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(entry.storage, "write", full)
-    with pytest.raises(ValueError, match="cannot be written: .*No space left on device"):
+    with refusal("cannot be written: .*No space left on device"):
         entry.check_output(str(tmp_path / "result.json"))
 
 

@@ -43,6 +43,7 @@ from specsamp.tpu import int8_time
 from specsamp.training.source import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
+from support.refusals import refusal
 from support.run_script import (
     call,
     module,
@@ -69,9 +70,8 @@ def test_a_configuration_becomes_objects(monkeypatch):
     monkeypatch.setattr(experiment, "bare_pair", without_params)
     config = turned(rule="block", target__num_layers=3, draft_length=2)
     made = experiment.build(config)
-    assert made.method.rule == BlockRule() and made.method.drafter == ModelDrafter(
-        made.pair.draft, 2
-    )
+    assert made.method.rule == BlockRule()
+    assert made.method.drafter == ModelDrafter(made.pair.draft, 2)
     assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
     known = {
         "ngram": NgramDrafter(K=2),
@@ -99,13 +99,14 @@ def test_a_configuration_becomes_objects(monkeypatch):
     assert choosing.adaptive.make(made.method.drafter) == Adaptive(
         lengths=(0, 2), costs_ms=(1.0, 1.5)
     )
-    with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
+    with refusal("adaptive.lengths end with 2, but draft_length is 3"):
         choosing.adaptive.make(dataclasses.replace(made.method.drafter, K=3))
 
 
 def test_trees_by_their_words():
     config = turned(tree=(2, 1), rule="traversal:top")
-    target, draft = make_model(config.target), make_model(config.draft)
+    target = make_model(config.target)
+    draft = make_model(config.draft)
     shape = TreeShape((0, 0, 1, 2))
     made = {
         "model": ModelTree(draft, tree=shape),
@@ -167,9 +168,8 @@ def test_two_names_become_an_experiment(folder, capsys, tmp_path):
         load_config(f"configs/hf.py:{folder},{folder}")
     ).turned({"hugging_face.dtype": "float32"})
     built = experiment.build(config)
-    assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(
-        hf.PROMPTS
-    )
+    assert built.pair_name == f"{folder}, {folder}"
+    assert len(built.workload.prompts) == len(hf.PROMPTS)
     assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
     texts = {"ids.npy": [[1, 2, 3]], "text.txt": [built.pair.tokenizer.encode("some text")]}
     np.save(tmp_path / "ids.npy", [1, 2, 3])
@@ -178,7 +178,7 @@ def test_two_names_become_an_experiment(folder, capsys, tmp_path):
         looking = config.turned({"drafter": "ngram", "corpus": str(tmp_path / name)})
         drafter = looking.make_method(built.pair).drafter
         assert drafter == NgramDrafter(K=drafter.K, corpus=corpus)
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
+    with refusal("has no config.json", FileNotFoundError):
         experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 
 
@@ -236,10 +236,7 @@ def test_model_drafter_without_draft_is_refused(folder, monkeypatch):
     built = experiment.build(ExperimentConfig.from_config_dict(config))
     assert built.pair.draft is None and built.pair_name == f"~/{folder.name}"
     config.drafter = "model"
-    with pytest.raises(
-        ValueError,
-        match="--config.drafter=model reads a draft, and .* is a target alone: name both",
-    ):
+    with refusal("--config.drafter=model reads a draft, and .* is a target alone: name both"):
         ExperimentConfig.from_config_dict(config)
 
 
@@ -340,9 +337,8 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
 
 def test_problems_of_each_category_are_the_first_ones():
     problems = [Problem(id=str(n), category="abab"[n], prompt="x") for n in range(4)]
-    assert [one.id for one in first_of_each(problems, 1)] == ["0", "1"] and first_of_each(
-        problems, None
-    ) == problems
+    assert [one.id for one in first_of_each(problems, 1)] == ["0", "1"]
+    assert first_of_each(problems, None) == problems
 
 
 def test_mesh_reads_kv_heads_from_the_folder(tmp_path):

@@ -2,12 +2,12 @@
 
 import json
 
-import pytest
 from numpy.testing import assert_allclose
 
 from launch.lib.study import Published, made, read_result
 from launch.studies import figures
 from support import extras
+from support.refusals import refusal
 from support.run_script import succeed
 
 pytestmark = extras.needs("matplotlib")
@@ -27,7 +27,7 @@ def test_figure_1_has_curves_and_published_points():
 
 
 def test_figure_of_too_few_cells_is_refused():
-    with pytest.raises(ValueError, match="batch 1"):
+    with refusal("batch 1"):
         figures.draw_paper({"cells": []})
 
 
@@ -36,5 +36,5 @@ def test_committed_results_are_drawn_and_damaged_ones_refused(tmp_path):
     assert (tmp_path / "figure_1.png").read_bytes().startswith(b"\x89PNG")
     damaged = {"identity": {}, "cells": [{"key": {}, "result": {}}]}
     (tmp_path / "damaged.json").write_text(json.dumps(damaged))
-    with pytest.raises(ValueError, match="damaged, or of another kind"):
+    with refusal("damaged, or of another kind"):
         made(Published(["damaged"], figures.draw_paper), tmp_path)

@@ -16,7 +16,8 @@ from specsamp.tpu.kernel_check import KernelCheck
 from support import extras
 from support.run_script import call, read_cells
 
-RIGHT, FAILING = "append_rows, 5 tokens in float32", "append_rows, 34 tokens in int8"
+RIGHT = "append_rows, 5 tokens in float32"
+FAILING = "append_rows, 34 tokens in int8"
 WRONG = "small, norms and rotation in float32"
 
 
@@ -54,11 +55,9 @@ def three_checks(monkeypatch):
 
 def test_bad_kernels_are_named_and_good_ones_run(three_checks, monkeypatch, tmp_path):
     """A second run tries the two failed kernels alone, and they pass."""
-    asked, made, run = (
-        (tmp_path / "first.json", "--parts=doctor,kernel,estimate"),
-        [],
-        subprocess.run,
-    )
+    asked = (tmp_path / "first.json", "--parts=doctor,kernel,estimate")
+    made = []
+    run = subprocess.run
 
     def compiles(command, **how):
         """Writes a made-up report in place of launch/compile_report.py."""
@@ -87,18 +86,14 @@ def test_bad_kernels_are_named_and_good_ones_run(three_checks, monkeypatch, tmp_
     ]
     assert f"kernel {FAILING}: NotImplementedError: no such layout" in done.stdout
     assert f"kernel {WRONG}: differs by" in done.stdout and "2 of 5 parts failed" in done.stdout
-    assert (
-        "round 2.0 (1.0 to 3.0) ms" in done.stdout
-        and "--config=configs/random_pair.py:kernels" in made[0]
-    )
+    assert "round 2.0 (1.0 to 3.0) ms" in done.stdout
+    assert "--config=configs/random_pair.py:kernels" in made[0]
     assert "fails_for_int8" in parts_of(asked[0])[f"kernel {FAILING}"]["found"]["traceback"]
 
     done = rehearse(*asked)
     assert done.returncode == 0, done.stdout
-    assert (
-        ended(done) == [(f"kernel {FAILING}", "passed"), (f"kernel {WRONG}", "passed")]
-        and len(made) == 1
-    )
+    assert ended(done) == [(f"kernel {FAILING}", "passed"), (f"kernel {WRONG}", "passed")]
+    assert len(made) == 1
 
 
 def fake(name, made):
@@ -117,9 +112,8 @@ def test_part_that_killed_the_process_runs_last(monkeypatch, tmp_path):
     right = fake("c", lambda kernels, x: x)
     monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", spoils), fake("b", kills), right))
     killed = rehearse(output, "--parts=kernel")
-    assert (
-        killed.returncode == 130 and f"interrupted; {output} has the parts so far" in killed.stderr
-    )
+    assert killed.returncode == 130
+    assert f"interrupted; {output} has the parts so far" in killed.stderr
     assert set(parts_of(output)) == {"kernel a, x", "kernel b, x"}
     assert not parts_of(output)["kernel a, x"]["passed"]
     monkeypatch.setattr(

@@ -116,10 +116,8 @@ def test_replicas_evaluate_with_scores_of_one_run(tmp_path):
 
 @pytest.mark.slow
 def test_cells_of_replicas_are_taken_over(tmp_path):
-    output, grid = (
-        tmp_path / "cells.json",
-        ["--config=configs/random_pair.py:tiny", "--grid=draft_length=0,1,2"],
-    )
+    output = tmp_path / "cells.json"
+    grid = ["--config=configs/random_pair.py:tiny", "--grid=draft_length=0,1,2"]
     ones = ("repeats", "max_new_tokens", "prompt_length", "target.num_layers")
     grid += [f"--config.{name}=1" for name in ones]
     succeed("benchmark", *grid, f"--output={output}", "--replica=1/2", "--plain")

@@ -48,16 +48,12 @@ def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
     assert done.returncode == 130
     assert done.stderr.endswith("interrupted; 0 texts were being written and were ended\n")
     assert "1 rows, 24 tokens of prompt and text" in done.stdout
-    assert (
-        "/v1 serves 'mine', with a key; Ctrl-C ends it" in done.stdout
-        and "http://127.0.0.1:" in done.stdout
-    )
+    assert "/v1 serves 'mine', with a key; Ctrl-C ends it" in done.stdout
+    assert "http://127.0.0.1:" in done.stdout
     (status, _, answer), (refused, _, no_chat), (unknown, _, _) = answers
-    assert (
-        status == 200
-        and answer["model"] == "mine"
-        and 2 <= answer["usage"]["completion_tokens"] <= 3
-    )
+    assert status == 200
+    assert answer["model"] == "mine"
+    assert 2 <= answer["usage"]["completion_tokens"] <= 3
     assert refused == 400 and "no chat template: use /v1/completions" in no_chat["error"]["message"]
     assert unknown == 401
 
@@ -122,9 +118,8 @@ def test_second_interrupt_does_not_wait_for_compilation(monkeypatch, at_once):
     ended, service = [], Compiling()
     monkeypatch.setattr(serve.distributed, "end_now", lambda *given: ended.append(given))
     serve.end(service, at_once)
-    assert service.is_closed and ended == [
-        ("interrupted twice; what was being compiled is lost", 130)
-    ]
+    assert service.is_closed
+    assert ended == [("interrupted twice; what was being compiled is lost", 130)]
 
 
 @pytest.fixture

@@ -51,7 +51,9 @@ class Checkout:
     """A folder with the scripts, and a home and a PATH with stand-ins for Python."""
 
     def __init__(self, folder):
-        self.folder, self.home, self.notes = folder / "checkout", folder / "home", folder / "notes"
+        self.folder = folder / "checkout"
+        self.home = folder / "home"
+        self.notes = folder / "notes"
         self.path = folder / "bin"
         self.path.mkdir()
         for tool in TOOLS:
@@ -137,9 +139,8 @@ def test_the_newest_python_that_runs_is_taken(checkout, stand_ins, found):
 def test_python_without_wheels_is_skipped(checkout, release, free_threaded):
     checkout.add(PYENV_314, release, free_threaded)
     refused = checkout.run(FIND)
-    assert refused.returncode == 1 and refused.stderr.startswith(
-        "No Python 3.11 to 3.14 found that can make a virtual"
-    )
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("No Python 3.11 to 3.14 found that can make a virtual")
     assert refused.stderr.count("\n") == 1
     checkout.add("python3.11")
     assert checkout.run(FIND).stdout == "python3.11\n"
@@ -158,9 +159,8 @@ def test_installation_is_repeated_only_after_a_change(checkout):
     demo, test = "bash launch/demo.sh", "bash launch/test.sh"
     made, installed, ran = checkout.called(test)
     assert made.endswith(".venv") and ran.endswith("-m pytest --complete")
-    assert installed.startswith(".venv/bin/python: .ci/newest.txt, -m pip") and installed.endswith(
-        "--editable .[test]"
-    )
+    assert installed.startswith(".venv/bin/python: .ci/newest.txt, -m pip")
+    assert installed.endswith("--editable .[test]")
     assert len(checkout.called(test)) == len(checkout.called(demo)) == 1, (
         "the tests' packages are enough for the demo"
     )
@@ -186,10 +186,8 @@ def test_newest_releases_are_installed_each_time(checkout):
     checkout.called("bash launch/test.sh")
     for _ in range(2):
         installed, ran = checkout.called("bash launch/test.sh --slow --newest -k 'a or b'")
-        assert (
-            installed.startswith(".venv/bin/python: none, ")
-            and "--upgrade --upgrade-strategy=eager" in installed
-        )
+        assert installed.startswith(".venv/bin/python: none, ")
+        assert "--upgrade --upgrade-strategy=eager" in installed
         assert ran.endswith("-m pytest --complete --slow -k a or b")
     assert ": .ci/newest.txt, " in checkout.called("bash launch/test.sh")[0]
 

@@ -32,7 +32,8 @@ def test_backtest_compares_all_kinds_of_rows(measured):
 
 def test_commands_have_the_committed_ratios_of_int8():
     committed = {chip: study.read_result(f"compile_int8_{chip}") for chip in OVER_BFLOAT16}
-    assert committed and OVER_BFLOAT16 == {
+    assert committed
+    assert OVER_BFLOAT16 == {
         chip: {row["batch"]: round(figures.int8_ratio(row), 2) for row in document["rows"]}
         for chip, document in committed.items()
     }

@@ -86,7 +86,8 @@ def test_run_keeps_every_word_of_the_command(cloud):
 
 def test_keep_running_is_create_setup_run_and_delete(cloud):
     cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
-    of_slice, connect = ("--accelerator=v4-8", *NETWORK), ("--tunnel_through_iap",)
+    of_slice = ("--accelerator=v4-8", *NETWORK)
+    connect = ("--tunnel_through_iap",)
     secret = ("--secret_env=HF_TOKEN",)
 
     def commands(script, *arguments):
@@ -117,7 +118,8 @@ def test_hosts_without_external_addresses(cloud):
         for flag in ("--internal_ips", "--tunnel_through_iap")
     )
     assert internal[-3:] == ["--internal-ip", *AT]
-    assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]] and tunnel[-3:] == [
+    assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]]
+    assert tunnel[-3:] == [
         "--tunnel-through-iap",
         *AT,
     ]
@@ -128,9 +130,8 @@ def test_gke_hands_secrets_over_by_name(cloud):
     arguments = ("run", "--name=big", "--accelerator=tpu7x-16", "--secret_env=HF_TOKEN")
     commands, remarks = cloud.dry_run("gke", *arguments, "--", "env", "API_KEY=abc", "true")
     code = f"runs/code_{cloud.git('rev-parse', 'HEAD')[:12]}"
-    assert f"--env-file={code}.env" in commands[3] and not any(
-        word.startswith("--env=") for word in commands[3]
-    )
+    assert f"--env-file={code}.env" in commands[3]
+    assert not any(word.startswith("--env=") for word in commands[3])
     assert commands[3][-1].endswith("&& env 'API_KEY=[hidden]' true")
     assert commands[4] == ["rm", "-r", code, f"{code}.tar", f"{code}.env"]
     assert f"# {code}.env sets SPECSAMP_VERSION and names HF_TOKEN" in remarks
@@ -277,10 +278,8 @@ def test_create_waits_until_the_slice_is_there(cloud):
     done = cloud.run("create", "--name=pod", "--accelerator=v4-32", "--spot")
     assert len(cloud.calls("create")) == 1 and "--spot" in cloud.calls("create")[0]
     told = re.findall(r"pod: (\w+), 0 min", done.stderr)
-    assert (
-        told == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING"]
-        and "the server is tired" in done.stderr
-    )
+    assert told == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING"]
+    assert "the server is tired" in done.stderr
     assert "pod is ACTIVE and costs money until launch/tpu/delete.sh --name=pod" in done.stderr
 
 
@@ -339,9 +338,8 @@ def test_secret_reaches_workers_and_no_log(ready, tmp_path):
     received = [ready.fake / f"{host}.received" for host in ("w-0", "w-1")]
     assert [path.read_text() for path in received] == [SECRET, SECRET]
     assert (ready.fake / "modes").read_text() == "600\n600\n"
-    assert "hf_it" not in done.stdout + done.stderr and set(files_with(tmp_path, "hf_it")) == set(
-        received
-    )
+    assert "hf_it" not in done.stdout + done.stderr
+    assert set(files_with(tmp_path, "hf_it")) == set(received)
     assert not list(ready.fake.rglob("specsamp_secrets*")) and not list(temporary.iterdir())
 
 
@@ -439,10 +437,8 @@ def test_command_continues_after_losing_its_slice(cloud):
     done = keep(cloud, "bash", "-c", TRAINING, flags=["--delete_when_done"])
     assert re.findall(r"step \d", done.stdout) == [f"step {i}" for i in range(1, 6)]
     assert "pod is SUSPENDING: ordering it again" in done.stderr
-    assert (
-        len(cloud.calls("create", "--spot")) == 2
-        and len(cloud.calls("queued-resources", "delete")) == 3
-    )
+    assert len(cloud.calls("create", "--spot")) == 2
+    assert len(cloud.calls("queued-resources", "delete")) == 3
     assert (
         len(
             [
@@ -472,9 +468,8 @@ if [ ! -e "$FAKE/$HOST.was" ]; then
 fi
 echo done"""
     done = keep(cloud, "bash", "-c", command)
-    assert "pod was restarted: setting it up again" in done.stderr and done.stdout.endswith(
-        "done\n"
-    )
+    assert "pod was restarted: setting it up again" in done.stderr
+    assert done.stdout.endswith("done\n")
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
 
 
@@ -492,6 +487,5 @@ def test_delete_looks_for_a_node_without_a_request(cloud):
     (cloud.fake / "node").touch()
     done = cloud.run("delete", "--name=pod")
     assert "pod is deleted from us-central2-b" in done.stderr
-    assert (
-        not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
-    )
+    assert not cloud.calls("queued-resources", "delete")
+    assert len(cloud.calls("tpu-vm", "delete")) == 1

@@ -45,7 +45,8 @@ HEADS = {
     ),
     "modules": MTPConfig(layer=LAYER, target_layers=2, hidden_layers=(1,), num_modules=3),
 }
-PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]
+BUDGETS = [14, 5, 16, 9, 1]
 SAMPLING = chain(temperature(1.0))
 CALL = dict(rule=BlockRule(), sampling=SAMPLING, draft_length=3)
 
@@ -97,7 +98,8 @@ def test_tokens_of_one_device(pair, alone, draft, decode):
 def test_module_with_experts_equals_one_device():
     """Experts are split as in a target: one all-reduce sums over them, and no expert is moved."""
     head = MTPConfig(layer=SPARSE, target_layers=2, hidden_layers=(2,)).head()
-    params, layout = noisy(head, 1), Layout.tensor_parallel(make_mesh(1, 8))
+    params = noisy(head, 1)
+    layout = Layout.tensor_parallel(make_mesh(1, 8))
     x_BTD = jax.random.normal(jax.random.key(2), (2, 3, SPARSE.width))
     given = (x_BTD, x_BTD, jnp.zeros(2, jnp.int32))
 
@@ -143,7 +145,8 @@ def test_arrays_of_a_head_stay_in_place(pair, model):
     state = engine.prefill(requests)
     bare = dataclasses.replace(state, request=None)
     compiled = engine.loop.program.lower(engine.weights, state.request, bare, 9).compile()
-    rows, tokens = len(state.lengths_B), 32 if "output" in params else 96
+    rows = len(state.lengths_B)
+    tokens = 32 if "output" in params else 96
     # Gathered along a leading axis.
     shapes = f"f32[{model},{rows},1,{tokens // model}]", f"f32[{model},{rows},4,{96 // model}]"
     gathered = {("all-gather", shape) for shape in shapes}
@@ -160,7 +163,8 @@ def test_arrays_of_a_head_stay_in_place(pair, model):
 @pytest.mark.parametrize("pair", ["eagle3"], indirect=True)
 def test_rows_enter_on_their_devices(pair):
     engine, requests = engine_of(shard(pair, make_mesh(2, 2, devices=jax.devices()[:4])))
-    state, at_N = engine.run(engine.prefill(requests), 1), jnp.asarray([1, 2])
+    state = engine.run(engine.prefill(requests), 1)
+    at_N = jnp.asarray([1, 2])
     bare = [
         dataclasses.replace(each, request=None) for each in (state, engine.prefill(requests[:2]))
     ]

@@ -80,10 +80,8 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     cache = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS)
     )
-    tokens_BT, start_B = (
-        rng.integers(0, 64, (batch, 3), dtype=np.int32),
-        jnp.asarray([0, 30, 63, 125], jnp.int32),
-    )
+    tokens_BT = rng.integers(0, 64, (batch, 3), dtype=np.int32)
+    start_B = jnp.asarray([0, 30, 63, 125], jnp.int32)
     expected = model(weights, tokens_BT, start_B, cache)
     warps = for_rows(
         chain(temperature([0.0, 0.5, 0.8, 1.0]), top_k(40), top_p([0.9, 0.5, 0.99, 1.0])), batch

@@ -34,7 +34,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from support.fakes import TableLM, random_table
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 from support.weights import drawn_params
 
 SAMPLING = chain(temperature(0.8), top_p(0.9))
@@ -111,7 +111,9 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
     state on all its devices.
     """
     rows = 4  # in each half of the mesh; rows 5 to 7 repeat rows 0 to 2
-    prompts, budgets, ids = PROMPTS + PROMPTS[:3], BUDGETS + BUDGETS[:3], [0, 1, 2, 3, 4, 0, 1, 2]
+    prompts = PROMPTS + PROMPTS[:3]
+    budgets = BUDGETS + BUDGETS[:3]
+    ids = [0, 1, 2, 3, 4, 0, 1, 2]
     mesh = make_mesh(2, 4, rows=rows)
     pair = shard(transformer_pair, mesh)
     engine, requests = make_engine(pair, prompts, budgets, by_row(8))
@@ -137,11 +139,13 @@ def test_sharded_model_in_parts_equals_one_call():
     """Embed, layers and unembed equal one call, with its hidden states and moved slots."""
     model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
     params = drawn_params(model)
-    tokens_BT, start_B = jax.random.randint(jax.random.key(1), (8, 5), 0, 64), jnp.arange(8)
+    tokens_BT = jax.random.randint(jax.random.key(1), (8, 5), 0, 64)
+    start_B = jnp.arange(8)
     rows_BT = jnp.broadcast_to(jnp.array([0, 2, 3]), (8, 3))
 
     def call(model, params):
-        weights, cache = model.fit_slots(model.prepare(params), 16), model.init_cache(8, 16)
+        weights = model.fit_slots(model.prepare(params), 16)
+        cache = model.init_cache(8, 16)
         whole = model(weights, tokens_BT, start_B, cache, hidden_layers=(0, 2))
         x_BTD, cache = model.embed(weights, tokens_BT, start_B, cache)
         x_BTD, cache, first = model.layers(weights, x_BTD, start_B, cache, 0, 1, hidden_layers=(0,))
@@ -230,7 +234,7 @@ def test_sharding_a_pair_again_moves_it(transformer_pair):
 
 def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
     pair = shard(table_pair, make_mesh(8, 1))
-    with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shards"):
+    with refusal("batch 1 does not divide over the 8 shards"):
         decoders(pair, {"x": Method(drafter=NgramDrafter(K=2))}, Workload())
 
 
@@ -239,7 +243,8 @@ def test_parameters_of_a_drafter_of_ones_own(table_pair):
     assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
 
 
-LAYOUT, TARGET = Layout.tensor_parallel(make_mesh(1, 8)), TransformerLM(tiny())
+LAYOUT = Layout.tensor_parallel(make_mesh(1, 8))
+TARGET = TransformerLM(tiny())
 PAIR = Pair(target=TARGET, target_params=jax.eval_shape(TARGET.init, jax.random.key(0)))
 
 test_refused_shards = refused_calls(

@@ -95,11 +95,9 @@ ORDERS = [*((scheme, "default") for scheme in SCHEMES), ("relative", "cpu"), ("n
 @pytest.mark.parametrize("scheme, order", slow_but(ORDERS, ORDERS[0], *ORDERS[4:6], ORDERS[-1]))
 def test_a_tree_in_one_call_equals_its_paths(scheme, order):
     model, weights = prepared(scheme, order)
-    cache, tokens_BT, start_B = (
-        cached_prompts(model, weights),
-        nodes(),
-        jnp.asarray(STARTS, jnp.int32),
-    )
+    cache = cached_prompts(model, weights)
+    tokens_BT = nodes()
+    start_B = jnp.asarray(STARTS, jnp.int32)
     expected = score_paths(model, weights, cache, tokens_BT)
     block = block_of(PARENTS, STARTS)
     output = call(model, weights, tokens_BT, start_B, cache, block=block)
@@ -124,11 +122,9 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
 def test_a_tree_may_be_scored_in_several_calls(scheme):
     """Drafters that grow a tree do so: the later call sees slots of the earlier call, R > T."""
     model, weights = prepared(scheme)
-    cache, tokens_BT, start_B = (
-        cached_prompts(model, weights),
-        nodes(),
-        jnp.asarray(STARTS, jnp.int32),
-    )
+    cache = cached_prompts(model, weights)
+    tokens_BT = nodes()
+    start_B = jnp.asarray(STARTS, jnp.int32)
     block = block_of(PARENTS, STARTS)
     whole = call(model, weights, tokens_BT, start_B, cache, block=block).logits_BTV
     for first, last in ((0, 3), (3, 6)):

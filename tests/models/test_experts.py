@@ -68,7 +68,8 @@ def by_numpy(x_RD, logits_RE, stacked, experts):
         total = shares_E[chosen].sum() if experts.normalised else 1.0
         row_D = np.zeros_like(x_D)
         for e in chosen:
-            gate_F, up_F = stacked["gate"][e] @ x_D, stacked["up"][e] @ x_D
+            gate_F = stacked["gate"][e] @ x_D
+            up_F = stacked["up"][e] @ x_D
             row_D += (
                 shares_E[e] / total * ((gate_F / (1 + np.exp(-gate_F)) * up_F) @ stacked["down"][e])
             )
@@ -116,7 +117,8 @@ def test_a_text_may_be_cut_into_calls(params):
     at_once = forward(MODEL, params, tokens_BT).logits_BTV
     for order in ("default", "cpu"):
         model = TransformerLM(CONFIG, order)
-        weights, cache = model.prepare(params), model.init_cache(2, SLOTS)
+        weights = model.prepare(params)
+        cache = model.init_cache(2, SLOTS)
         for start in range(0, 20, CHUNK):
             fed = tokens_BT[:, start : start + CHUNK]
             output = call(model, weights, fed, jnp.full(2, start), cache)
@@ -152,7 +154,8 @@ def test_experts_kernel_equals_the_plain_form(dtype, in_int8, tokens, part, monk
     width = 128 if in_int8 else 192  # one and a half rows of a TPU's memory
     config = tiny(width=width, gated=True, activation="silu", experts=experts)
     monkeypatch.setattr(mix_kernel, "STEP_BYTES", 3 * part * width * (2 if in_int8 else 4))
-    random, axes = np.random.default_rng(0), {"gate": (2,), "up": (2,), "down": (1,)}
+    random = np.random.default_rng(0)
+    axes = {"gate": (2,), "up": (2,), "down": (1,)}
     drawn = random.normal(size=(3, 8, 64, width)) / 8
     stacked = {
         name: jnp.asarray(x, dtype).at[3].set(jnp.nan) for name, x in zip(STACKED_AXES, drawn)
@@ -172,22 +175,20 @@ def test_experts_kernel_equals_the_plain_form(dtype, in_int8, tokens, part, monk
         experts = dataclasses.replace(config.experts, normalised=normalised)
         shares_RE = route(jnp.asarray(logits_RE), experts)
         plain = mix_experts(config, Experts.inner_spec, x_RD, shares_RE, stacked)
-        config, halves = dataclasses.replace(config, experts=experts), []
+        config = dataclasses.replace(config, experts=experts)
+        halves = []
         for i in (0, 4):
             half = jax.tree.map(lambda x: x[i : i + 4], stacked)
             halves.append(kernels.mix_experts(config, x_RD, logits_RE, half, jnp.int32(i)))
         assert_allclose(sum(halves), plain, atol=1e-5 if dtype == "float32" else 0.02)
-        assert np.nanmax(np.abs(halves[0] - plain)) > 0.1 and np.isnan(plain).all(axis=1).nonzero()[
-            0
-        ].tolist() == [1]
+        assert np.nanmax(np.abs(halves[0] - plain)) > 0.1
+        assert np.isnan(plain).all(axis=1).nonzero()[0].tolist() == [1]
 
 
 def test_gradients_are_those_of_all_experts(stacked):
     """Gradients by tokens, router and matrices equal gradients of plain sums over all experts."""
-    operands, other_RD = (
-        (some_tokens(70), some_tokens(70, seed=1)[:, :8], stacked),
-        some_tokens(70, seed=2),
-    )
+    operands = (some_tokens(70), some_tokens(70, seed=1)[:, :8], stacked)
+    other_RD = some_tokens(70, seed=2)
 
     def plain(x_RD, shares_RE, stacked):
         gate_ERF, up_ERF = (
@@ -203,10 +204,8 @@ def test_gradients_are_those_of_all_experts(stacked):
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=COMPILE_FAST)(*operands)
 
-    ours, expected = (
-        gradients(functools.partial(mix_experts, CONFIG, Experts.inner_spec)),
-        gradients(plain),
-    )
+    ours = gradients(functools.partial(mix_experts, CONFIG, Experts.inner_spec))
+    expected = gradients(plain)
     jax.tree.map(functools.partial(assert_allclose, atol=1e-4, rtol=1e-4), ours, expected)
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(ours)) > 1e-2
 
@@ -225,7 +224,8 @@ def test_expected_experts_equal_the_routed_count(tokens, block):
         )
         return np.ceil(counts / block).sum(1)
 
-    counted, expected = count(logits), EXPERTS.expected_blocks(tokens, block)
+    counted = count(logits)
+    expected = EXPERTS.expected_blocks(tokens, block)
     assert counted.mean() == pytest.approx(expected, abs=5 * max(counted.std(), 0.01) / 20)
     if tokens == block:
         assert EXPERTS.expected_touched(tokens) == pytest.approx(expected)

@@ -17,7 +17,8 @@ V, D = 16, 8
 def test_new_head_with_target_output_equals_target():
     """A new residual block adds nothing."""
     head = medusa(V, 2, own_output=False)
-    weights, hidden = head.prepare(head.init(jax.random.key(0))), jnp.ones((1, 1, D))
+    weights = head.prepare(head.init(jax.random.key(0)))
+    hidden = jnp.ones((1, 1, D))
     assert_array_equal(head.logits(weights, hidden, lambda x_BTD: x_BTD, 1), hidden)
 
 

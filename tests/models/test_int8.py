@@ -89,7 +89,8 @@ def test_int8_on_device_equals_numpy():
     weight = np.random.default_rng(1).normal(size=(40, 30)).astype(np.float32)
     weight[3], weight[5] = 0, 1e-37 * weight[5]  # a scale of 1e-39 has no finite reciprocal
     for axes in ((0,), (1,)):
-        ours, theirs = quantise(weight, axes), quantise(jnp.asarray(weight), axes)
+        ours = quantise(weight, axes)
+        theirs = quantise(jnp.asarray(weight), axes)
         jax.tree.map(assert_array_equal, ours, theirs)
         again = quantise(dequantise(ours), axes)
         assert_array_equal(again.values, ours.values)
@@ -110,10 +111,12 @@ def call(model):
 @pytest.mark.parametrize("name", MODELS)
 def test_int8_model_equals_its_rounded_weights(name, order):
     """Equal up to rounding, in both orders; the unrounded model is a hundred times as far."""
-    plain, ours = TransformerLM(MODELS[name], order), TransformerLM(in_int8(MODELS[name]), order)
+    plain = TransformerLM(MODELS[name], order)
+    ours = TransformerLM(in_int8(MODELS[name]), order)
     params = drawn_params(plain, noise=0.02)
     weights = ours.fit_slots(ours.prepare(params), SLOTS)
-    tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 5), 0, 60)
+    start_B = jnp.array([0, 4])
 
     def logits(model, weights):
         return call(model)(weights, tokens_BT, start_B, model.init_cache(2, SLOTS)).logits_BTV
@@ -139,7 +142,8 @@ def test_int8_head_equals_its_rounded_weights(config):
     head = FeatureHead(config)
     ours = FeatureHead(dataclasses.replace(config, layer=in_int8(config.layer)))
     params = drawn_params(head, noise=0.02)
-    x_BTD, start_B = jax.random.normal(jax.random.key(0), (1, 3, 32)), jnp.zeros(1, jnp.int32)
+    x_BTD = jax.random.normal(jax.random.key(0), (1, 3, 32))
+    start_B = jnp.zeros(1, jnp.int32)
 
     def run(head, params):
         def logits(weights):

@@ -131,7 +131,8 @@ CALLS = {
 )
 def test_attention_equals_the_plain_form(call, dtype, size):
     length, slots, kv_heads, group, window, distant, cap = CALLS[call]
-    int8, dtype = dtype == "int8", "float32" if dtype == "int8" else dtype
+    int8 = dtype == "int8"
+    dtype = "float32" if dtype == "int8" else dtype
     q = drawn(3, kv_heads * group, length, size, dtype=dtype, seed=1)
     keys, values = (drawn(3, kv_heads, slots, size, dtype=dtype, seed=seed) for seed in (2, 3))
     distances = 10 * drawn(3, kv_heads * group, length, slots) if distant else None
@@ -178,8 +179,10 @@ def test_trees_equal_the_plain_form(window, size, int8):
     start = np.array([7, 254, 500])
     block = block_of(parents, start)
     keys, values = (drawn(3, 2, 512, size, seed=seed) for seed in (2, 3))
-    q, distances = drawn(3, 4, 6, size, seed=1), 10 * drawn(3, 4, 6, 512)
-    given, sinks = (q, keys, values, jnp.asarray(start), distances), drawn(4, seed=5)
+    q = drawn(3, 4, 6, size, seed=1)
+    distances = 10 * drawn(3, 4, 6, 512)
+    given = (q, keys, values, jnp.asarray(start), distances)
+    sinks = drawn(4, seed=5)
     ours, plain = both(*given, block, sinks, window=window, int8=int8)
     assert_allclose(ours, plain, atol=2e-6)
     causal = both(*given, None, sinks, window=window, int8=int8)[0]
@@ -201,11 +204,9 @@ def test_only_blocks_that_are_seen_are_fetched(window):
     slots, start = 2048, jnp.asarray([300, 1100], jnp.int32)
     _, block = block_shape(8, slots, SIZE, 4)
     assert block == 256
-    q, keys, values = (
-        drawn(2, 8, 2, SIZE),
-        drawn(2, 8, slots, SIZE, seed=1),
-        drawn(2, 8, slots, SIZE, seed=2),
-    )
+    q = drawn(2, 8, 2, SIZE)
+    keys = drawn(2, 8, slots, SIZE, seed=1)
+    values = drawn(2, 8, slots, SIZE, seed=2)
     expected = both(q, keys, values, start, window=window)[0]
     first = np.zeros(2, int) if window is None else (np.asarray(start) - window + 1) // block
     last = (np.asarray(start) + 1) // block
@@ -231,7 +232,8 @@ def test_rows_are_appended_as_they_are(dtype, length):
     """Each row is written at its own start, across edges of tiles; the excess at both ends is
     dropped, and nothing else changes.
     """
-    slots, start = 384, jnp.concatenate([starts_of(4, 384, length), jnp.array([-5, 383])])
+    slots = 384
+    start = jnp.concatenate([starts_of(4, 384, length), jnp.array([-5, 383])])
     caches = [(20 * drawn(6, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
     new = [(20 * drawn(6, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
     if dtype == "int8":  # and the scales
@@ -281,12 +283,11 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     plain = TransformerLM(tiny(**dict(head_size=SIZE, width=SIZE) | SCHEMES[scheme]))
     kernels = dataclasses.replace(plain, kernels=INTERPRETED)
     weights = plain.fit_slots(plain.prepare(drawn_params(plain, 0, noise=0.1)), 256)
-    rng, start = np.random.default_rng(0), jnp.asarray([26, 130], jnp.int32)
+    rng = np.random.default_rng(0)
+    start = jnp.asarray([26, 130], jnp.int32)
     prompt, nodes, after = (rng.integers(0, 64, (2, n), dtype=np.int32) for n in (140, 6, 6))
-    block, rows = (
-        block_of(PARENTS, np.asarray(start)),
-        jnp.asarray([[0, 1, 3, 5], [0, 3, 4, 5]], jnp.int32),
-    )
+    block = block_of(PARENTS, np.asarray(start))
+    rows = jnp.asarray([[0, 1, 3, 5], [0, 3, 4, 5]], jnp.int32)
     results = []
     for model in (plain, kernels):
         cache = call(
@@ -328,10 +329,16 @@ HEADS = {
 @pytest.mark.parametrize("name", slow_but(HEADS, "block"))
 def test_a_head_with_kernels_equals_one_without(name):
     """The first block stands in front of all slots, the second apart from its context."""
-    config, is_layer = HEADS[name], lambda x: isinstance(x, LayerCache)
+    config = HEADS[name]
+
+    def is_layer(x):
+        return isinstance(x, LayerCache)
+
     plain = config.head()
-    weights, size = plain.prepare(drawn_params(plain, 0, noise=0.1)), config.layer.head_size
-    start_B, x_BTD = jnp.asarray([0, 124], jnp.int32), drawn(2, BLOCK["block_size"], SIZE)
+    weights = plain.prepare(drawn_params(plain, 0, noise=0.1))
+    size = config.layer.head_size
+    start_B = jnp.asarray([0, 124], jnp.int32)
+    x_BTD = drawn(2, BLOCK["block_size"], SIZE)
     given = x_BTD, drawn(*x_BTD.shape, seed=1), start_B
     if config.drafts_blocks:
         given = x_BTD, start_B[:, None], start_B[:, None] + jnp.asarray([[0], [6]])
@@ -422,7 +429,8 @@ def test_warps_equal_the_plain_form(name):
         )
         return jax.jit(lambda: (target.all(), target.at(jnp.zeros(3, jnp.int32), state)))()
 
-    found, expected = both(with_kernels(warp, INTERPRETED)), both(warp)
+    found = both(with_kernels(warp, INTERPRETED))
+    expected = both(warp)
     jax.tree.map(functools.partial(assert_allclose, atol=1e-6), found, expected)
     assert not np.array_equal(found[0], both(chain(first_tokens(4999)))[0])
 

@@ -41,7 +41,8 @@ def test_three_calls_are_one(name, order):
     """Logits, caches and hidden states are bitwise equal, with the layers split into two calls."""
     model, _, weights = make(MODELS[name], order)
     assert (model.num_layers, model.width) == (3, 32)
-    tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 5), 0, 60)
+    start_B = jnp.array([0, 4])
     cache = model.init_cache(2, SLOTS)
 
     def whole(weights, cache):
@@ -87,7 +88,8 @@ def test_part_of_layers_keeps_other_caches():
 )
 def test_missing_layers_are_refused(first, last, hidden_layers, message):
     model, _, weights = make(MODELS["rotary"])
-    x_BTD, start_B = jnp.zeros((1, 2, 32)), jnp.zeros(1, jnp.int32)
+    x_BTD = jnp.zeros((1, 2, 32))
+    start_B = jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=message):
         model.layers(
             weights,

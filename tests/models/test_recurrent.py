@@ -41,8 +41,10 @@ def test_chunked_rule_equals_token_by_token(alike):
     q, k = rng.normal(size=(2, *shape, 8))
     k = k + alike
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v, state = rng.normal(size=(*shape, 6)), rng.normal(size=(2, 3, 8, 6))
-    g, beta = -np.exp(rng.normal(size=shape) - 4), rng.uniform(size=shape)
+    v = rng.normal(size=(*shape, 6))
+    state = rng.normal(size=(2, 3, 8, 6))
+    g = -np.exp(rng.normal(size=shape) - 4)
+    beta = rng.uniform(size=shape)
     inputs = [np.asarray(x, np.float32) for x in (state, q, k, v, g, beta)]
     out, last = jax.jit(mix_chunks)(*inputs, jnp.array([3, 2]))
     expected, expected_last = token_by_token(state, q, k, v, g, beta)
@@ -107,7 +109,8 @@ def test_kernel_equals_plain_rule_after_random_rejections():
 
 def test_long_prompt_is_scanned_by_chunks():
     inputs = jnp.zeros((1, SHAPE.num_key_heads, 2048, PARTS))
-    cache, at_B = RecurrentCache.empty(1, SHAPE, jnp.float32), jnp.zeros(1, jnp.int32)
+    cache = RecurrentCache.empty(1, SHAPE, jnp.float32)
+    at_B = jnp.zeros(1, jnp.int32)
     read = functools.partial(mix, CONFIG)
     program = str(jax.make_jaxpr(read)(inputs, at_B, vectors(), cache, jnp.array([2048])))
     steps = [int(length) for length in re.findall(r"\blength=(\d+)", program)]

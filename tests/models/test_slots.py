@@ -80,7 +80,8 @@ def test_slots_are_read_before_any_is_written(batch, axis):
     moved = jax.jit(move_slots, static_argnums=(3, 4))(
         np.moveaxis(cache, 2, axis), starts, rows, 6, axis
     )
-    expected, moved = cache.copy(), np.array(np.moveaxis(moved, axis, 2))
+    expected = cache.copy()
+    moved = np.array(np.moveaxis(moved, axis, 2))
     for b, start in enumerate(starts):
         expected[b, :, start : start + 3] = cache[b][:, start + rows[b, :3]]
         moved[b, :, start + 3] = expected[b, :, start + 3]

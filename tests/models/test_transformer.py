@@ -90,7 +90,8 @@ def test_ragged_rounds_equal_the_uncached_pass(name):
     whole = forward(model, params, tokens[:, :LENGTH])
     expected = np.asarray(whole.logits_BTV)
     assert whole.cache is None and expected.dtype == np.float32 and np.std(expected[..., :60]) > 0.5
-    weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model, SLOTS)
+    weights = model.fit_slots(model.prepare(params), SLOTS)
+    cache = stale_cache(model, SLOTS)
     lengths, widths_seen, spreads = np.zeros(3, int), set(), set()
     while (lengths < LENGTH).any():
         width = int(rng.choice([1, CHUNK]))
@@ -125,8 +126,10 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
     batch = MAX_UNROLLED_ROWS + 1
     length = attention.MAX_BATCHED_ROWS // batch + 1
     slots = length + batch
-    weights, tokens = model.fit_slots(model.prepare(params), slots), some_tokens(batch, length)
-    starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, slots, batch, size=1.0)
+    weights = model.fit_slots(model.prepare(params), slots)
+    tokens = some_tokens(batch, length)
+    starts = jnp.arange(batch, dtype=jnp.int32)
+    cache = stale_cache(model, slots, batch, size=1.0)
     together = call(model, weights, tokens, starts, cache)
     for rows in (slice(0, batch // 2 + 1), slice(batch // 2, batch)):
         part = call(
@@ -165,7 +168,8 @@ def oracle(config, params, tokens):
             for j in range(i + 1):
                 key = normed[j] @ attention["key"][m]
                 relative_key = sinusoid(i - j) @ attention["relative"][m]
-                u, v = attention["content_bias"][n], attention["distance_bias"][n]
+                u = attention["content_bias"][n]
+                v = attention["distance_bias"][n]
                 scores.append((query + u) @ key + (query + v) @ relative_key)
                 values.append(normed[j] @ attention["value"][m])
             probs = np.exp(np.array(scores) / np.sqrt(size))
@@ -192,7 +196,8 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     """With 8 bits of mantissa, the root mean square error is below 2% of the logits' deviation."""
     model, params = model_and_params(scheme, kv_heads, num_layers=1)
     half, _ = model_and_params(scheme, kv_heads, num_layers=1, dtype="bfloat16")
-    weights, tokens = half.fit_slots(half.prepare(params), SLOTS), some_tokens(3, LENGTH)
+    weights = half.fit_slots(half.prepare(params), SLOTS)
+    tokens = some_tokens(3, LENGTH)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     output = call(half, weights, tokens, at(0, 0, 0), stale_cache(half, SLOTS))
     assert output.logits_BTV.dtype == jnp.float32

@@ -32,8 +32,10 @@ def test_never_a_token_of_weight_zero(vocab_size):
     within.
     """
     rng, rows = np.random.default_rng(vocab_size), 24
-    shape, density = (rows, vocab_size), np.geomspace(1 / vocab_size, 1, rows)[:, None]
-    spread, scale = rng.choice([0.1, 3, 8], size=(rows, 1)), 10 ** rng.uniform(-15, 15, (rows, 1))
+    shape = (rows, vocab_size)
+    density = np.geomspace(1 / vocab_size, 1, rows)[:, None]
+    spread = rng.choice([0.1, 3, 8], size=(rows, 1))
+    scale = 10 ** rng.uniform(-15, 15, (rows, 1))
     weights = np.where(
         rng.random(shape) < density, scale * np.exp(spread * rng.normal(size=shape)), 0
     )
@@ -116,10 +118,8 @@ def test_distribution_of_several_blocks(vocab_size):
     def padded(x):
         return np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
 
-    counts, distributions = (
-        padded(np.bincount(tokens.ravel(), minlength=vocab_size)),
-        padded(weights),
-    )
+    counts = padded(np.bincount(tokens.ravel(), minlength=vocab_size))
+    distributions = padded(weights)
     assert_allclose(counts.sum(-1) / tokens.size, distributions.sum(-1), atol=2 / firsts, rtol=0)
     assert (counts.sum(-1) > 0).all()
 

@@ -73,7 +73,8 @@ def test_typical_rule_has_golden_outputs():
 )
 def test_golden_joint_ratios(tau, scores, passed, cost):
     """The draft (1, 1) is drawn, or found by a search, which makes an accepted token certain."""
-    q, p = [[[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]]], [[[0.5, 0.5], [0.1, 0.9]]]
+    q = [[[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]]]
+    p = [[[0.5, 0.5], [0.1, 0.9]]]
     tokens, count = jnp.ones((1, 2), jnp.int32), jnp.full(1, 2)
     with jax.enable_x64(True):
         found = None if scores is None else jnp.log(jnp.asarray([scores]))
@@ -114,7 +115,8 @@ def test_meter_equals_the_emitted_total_variation(rule):
 
 @every_rule
 def test_only_emitted_drafted_tokens_are_metered(rule):
-    target, draft = random_distributions(0, 4, 3, 4), random_distributions(1, 4, 3, 3)
+    target = random_distributions(0, 4, 3, 4)
+    draft = random_distributions(1, 4, 3, 3)
     costs, extras = meters(rule, target, draft, num_tokens=3)
     for n in range(4):
         assert np.all(costs[..., n, n + 1 :] == 0) and np.all(extras[..., n, n + 1 :] == 0)
@@ -124,7 +126,8 @@ def test_only_emitted_drafted_tokens_are_metered(rule):
 
 @every_rule
 def test_summed_meters_bound_text_total_variation(rule):
-    target, draft = random_distributions(2, 20, 3, 6), random_distributions(3, 20, 3, 6)
+    target = random_distributions(2, 20, 3, 6)
+    draft = random_distributions(3, 20, 3, 6)
     for length in (1, 3):
         joint, price = joint_and_price(rule, target, draft, num_tokens=2, length=length)
         measured = text_variation(joint, target, length)

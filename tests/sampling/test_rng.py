@@ -31,7 +31,9 @@ def ids(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-PROMPTS, SAMPLES, STARTS = ids(3, 3, 0, 900_000), ids(0, 1, 1, 7), ids(5, 5, 17, 2000)
+PROMPTS = ids(3, 3, 0, 900_000)
+SAMPLES = ids(0, 1, 1, 7)
+STARTS = ids(5, 5, 17, 2000)
 OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
 
 

@@ -94,7 +94,10 @@ def test_any_number_of_tokens_may_be_drafted(rule, one_hot):
 @pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
 def test_padding_is_not_looked_at(rule, one_hot):
-    rng, rows, num_tokens, vocab_size = np.random.default_rng(1), 500, 3, 4
+    rng = np.random.default_rng(1)
+    rows = 500
+    num_tokens = 3
+    vocab_size = 4
     tokens = rng.integers(vocab_size, size=(rows, num_tokens)).astype(np.int32)
     num_drafted = rng.integers(num_tokens + 1, size=rows).astype(np.int32)
     draft = log_softmax(rng.normal(size=(rows, num_tokens, vocab_size)), -1)
@@ -161,7 +164,8 @@ WITHOUT_DISTRIBUTIONS = [name for name in BROKEN if name.startswith("TokenRule")
     [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_DISTRIBUTIONS],
 )
 def test_a_broken_rule_is_caught(name, one_hot):
-    target, draft = random_distributions(3, 4, 3, 6), random_distributions(4, 4, 3, 6)
+    target = random_distributions(3, 4, 3, 6)
+    draft = random_distributions(4, 4, 3, 6)
     if one_hot:
         draft = [log(np.eye(3)[table.argmax(-1)]) for table in draft]
     distribution = joint_distribution(
@@ -172,7 +176,8 @@ def test_a_broken_rule_is_caught(name, one_hot):
 
 @every_rule
 def test_the_distributions_shown_must_be_those_drawn_from(rule):
-    target, raw = random_distributions(5, 4, 3, 5), random_distributions(6, 4, 3, 5)
+    target = random_distributions(5, 4, 3, 5)
+    raw = random_distributions(6, 4, 3, 5)
     draft = [log_softmax(2 * table, -1) for table in raw]
     distribution = joint_distribution(rule, target, draft, num_tokens=2, length=3, shown=raw)
     assert np.all(np.abs(distribution - autoregressive(target, 3)).max(-1) > BIASED)
@@ -180,7 +185,8 @@ def test_the_distributions_shown_must_be_those_drawn_from(rule):
 
 @every_rule
 def test_dropping_tokens_by_probability_is_biased(rule):
-    target, draft = random_distributions(7, 4, 3, 5), random_distributions(8, 4, 3, 5)
+    target = random_distributions(7, 4, 3, 5)
+    draft = random_distributions(8, 4, 3, 5)
     drop = [
         np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2)
         for m in range(3)
@@ -197,7 +203,8 @@ def test_dropping_tokens_by_probability_is_biased(rule):
     [(2, 10 / 9, 11 / 9), (3, 38 / 27, 45 / 27), (4, 130 / 81, 166 / 81)],
 )
 def test_expected_accepted_equals_enumeration(num_tokens, token, block):
-    target, draft = constant([1 / 3, 2 / 3], num_tokens + 1), constant([2 / 3, 1 / 3], num_tokens)
+    target = constant([1 / 3, 2 / 3], num_tokens + 1)
+    draft = constant([2 / 3, 1 / 3], num_tokens)
     for rule, expected in ((TokenRule(), token), (BlockRule(), block)):
         rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens)
         assert_allclose(rounds.expected_accepted_SX, expected, atol=EXACT)

@@ -36,7 +36,8 @@ def scenarios():
     """Returns pairs: random ones, a draft with fewer tokens than siblings, a target that lacks a
     token, equal and disjoint pairs.
     """
-    target, draft = random_distributions(20, 8, 3, 4), random_distributions(21, 8, 3, 4)
+    target = random_distributions(20, 8, 3, 4)
+    draft = random_distributions(21, 8, 3, 4)
     for q, p in zip(target, draft):
         p[2, :, 1:] = p[3, :, 1] = -np.inf  # one token, as in a greedy row; two tokens
         q[4, :, 0] = -np.inf
@@ -62,7 +63,8 @@ DISTINCT = [RecursiveRule(), RecursiveRule("top_and_drawn"), TraversalRule()]
 @pytest.mark.parametrize("rule", [*DISTINCT, KeepsTheSecond()], ids=name_of)
 def test_three_siblings_keep_the_target_distribution(rule):
     """With three tokens, the third sibling has all remaining probability, and hides the mistake."""
-    target, draft = random_distributions(22, 8, 4, 2), random_distributions(23, 8, 4, 2)
+    target = random_distributions(22, 8, 4, 2)
+    draft = random_distributions(23, 8, 4, 2)
     joint, _ = enumerate_tree(rule, (0, 0, 0), target, draft, 2)
     error = np.abs(joint - autoregressive(target, 2)).max()
     assert error > BIASED if isinstance(rule, KeepsTheSecond) else error < EXACT
@@ -92,14 +94,16 @@ def test_a_tree_may_be_cut_anywhere(rule):
     ids=str,
 )
 def test_children_must_be_judged_as_they_were_drawn(rule, parents, options):
-    target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
+    target = random_distributions(3, 4, 3, 4)
+    draft = random_distributions(4, 4, 3, 4)
     joint, _ = enumerate_tree(rule, parents, target, draft, 3, **options)
     assert np.abs(joint - autoregressive(target, 3)).max() > BIASED
 
 
 def test_repeated_siblings_of_distinct_rules_are_dead():
     """Siblings drawn with replacement are exact too: a repeated token has no probability left."""
-    target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
+    target = random_distributions(3, 4, 3, 4)
+    draft = random_distributions(4, 4, 3, 4)
     joint, _ = enumerate_tree(RecursiveRule(), TWO, target, draft, 3, drawn="independent")
     assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
 
@@ -111,7 +115,8 @@ def test_repeated_siblings_of_distinct_rules_are_dead():
     "rule, of_chains", [(RecursiveRule(), TokenRule()), (TraversalRule(), BlockRule())]
 )
 def test_tree_rule_on_chain_equals_chain_rule(rule, of_chains):
-    target, draft = random_distributions(5, 6, 3, 4), random_distributions(6, 6, 3, 4)
+    target = random_distributions(5, 6, 3, 4)
+    draft = random_distributions(6, 6, 3, 4)
     rounds = enumerate_round(of_chains, target, draft, num_tokens=3)
     joint, accepted = enumerate_tree(rule, (0, 1, 2), target, draft, 4)
     assert_allclose(accepted, rounds.expected_accepted_SX[:, 0], atol=EXACT)

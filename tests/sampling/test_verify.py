@@ -62,10 +62,8 @@ def draft_each_row(rule, distributions_BKV, keys):
 @every_rule
 def test_verification_returns_finite_numbers(rule, one_hot):
     rng, keys = np.random.default_rng(4), some_keys()
-    target, distributions = (
-        hostile_distributions(rng, NUM_TOKENS + 1),
-        hostile_distributions(rng, NUM_TOKENS),
-    )
+    target = hostile_distributions(rng, NUM_TOKENS + 1)
+    distributions = hostile_distributions(rng, NUM_TOKENS)
     distributions[::4] = target[::4, :NUM_TOKENS]
     tokens = np.asarray(draft_each_row(rule, distributions, keys))
     num_drafted = rng.integers(NUM_TOKENS + 1, size=ROWS).astype(np.int32)
@@ -80,7 +78,8 @@ def test_verification_returns_finite_numbers(rule, one_hot):
         assert_allclose(in_32[1], in_64[1], rtol=0, atol=1e-6)
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
     verdict = verify(rule, draft, target, keys)
-    n, emitted = np.asarray(verdict.num_accepted_B), np.asarray(verdict.tokens_BT)
+    n = np.asarray(verdict.num_accepted_B)
+    emitted = np.asarray(verdict.tokens_BT)
     assert np.all((0 <= n) & (n <= num_drafted))
     is_emitted = np.arange(NUM_TOKENS + 1) <= n[:, None]
     assert np.all(np.where(is_emitted, (0 <= emitted) & (emitted < VOCAB_SIZE), emitted == -1))
@@ -92,14 +91,10 @@ def test_verification_returns_finite_numbers(rule, one_hot):
 
 @every_rule
 def test_equal_distributions_are_always_accepted(rule):
-    distributions, keys = (
-        hostile_distributions(np.random.default_rng(5), NUM_TOKENS + 1),
-        some_keys(),
-    )
-    draft_distributions, num_drafted = (
-        distributions[:, :NUM_TOKENS],
-        np.full(ROWS, NUM_TOKENS, np.int32),
-    )
+    distributions = hostile_distributions(np.random.default_rng(5), NUM_TOKENS + 1)
+    keys = some_keys()
+    draft_distributions = distributions[:, :NUM_TOKENS]
+    num_drafted = np.full(ROWS, NUM_TOKENS, np.int32)
     tokens = np.asarray(draft_each_row(rule, draft_distributions, keys))
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions)
     assert np.all(verify(rule, draft, distributions, keys).num_accepted_B == NUM_TOKENS)

@@ -93,7 +93,9 @@ class Texts:
         self.service = Service(
             self.pair, self.method, rows=rows, context=CONTEXT, rounds_per_slice=2, **options
         )
-        self.batch, self.asked, self.pieces = self.service.batch, [], queue.SimpleQueue()
+        self.batch = self.service.batch
+        self.asked = []
+        self.pieces = queue.SimpleQueue()
 
     def ask(self, prompt, budget):
         number = len(self.asked)
@@ -180,7 +182,9 @@ def test_background_compilation_delays_no_running_text(small, monkeypatch):
 @pytest.mark.slow
 def test_all_present_rows_work_while_more_are_compiled(small, monkeypatch):
     """A compiler that never ends costs neither a row nor a step."""
-    compile_, is_open, busy = Runner.compile, threading.Event(), []
+    compile_ = Runner.compile
+    is_open = threading.Event()
+    busy = []
 
     def slowly(self, thing):
         if isinstance(thing, Size) and thing.rows > 2:
@@ -247,7 +251,8 @@ def hybrid_pair():
 def test_hybrid_prompt_far_ahead_is_prefilled_again(monkeypatch):
     """A recurrent state cannot be rolled back to the end of a shared prompt."""
     monkeypatch.setitem(PAIRS, "hybrid", hybrid_pair)
-    texts, prompt = Texts("hybrid", rows=2, in_background=False), [3, 1, 4, 1, 5, 9, 2, 6] * 4
+    texts = Texts("hybrid", rows=2, in_background=False)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
     texts.ask(prompt, 75)
     while not texts.batch.table.decoding or texts.batch.table.decoding[0][1].emitted < 66:
         texts.step()
@@ -263,7 +268,8 @@ def test_resumed_row_lends_no_former_prefix(small):
     in the same step.
     """
     order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0)
-    texts, begun = Texts(rows=1, in_background=False, order=order), [3, 1, 4, 1, 5, 9, 2, 6] * 5
+    texts = Texts(rows=1, in_background=False, order=order)
+    begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5
     texts.ask([7, 8], 40)
     for _ in range(3):
         texts.step()

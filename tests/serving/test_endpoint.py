@@ -139,7 +139,8 @@ def test_a_request_has_its_own_draft_length(client, length):
 
 def test_the_least_tokens_of_a_text(client):
     """The first tokens exclude stop tokens, as a bias does that ends after these tokens."""
-    stops, settings = [ord("d"), ord("f")], dict(model="bytes", prompt="ab", max_tokens=20)
+    stops = [ord("d"), ord("f")]
+    settings = dict(model="bytes", prompt="ab", max_tokens=20)
     for least in (0, 6):
         body = {"stop_token_ids": stops, "min_tokens": least}
         answer = client.completions.create(extra_body=body, temperature=3.0, seed=5, **settings)
@@ -148,10 +149,8 @@ def test_the_least_tokens_of_a_text(client):
         (one,) = alone(
             ["ab"], 20, sampling=chain(excluded, make_warp({"temperature": 3.0})), stop=ends, seed=5
         )
-        assert (
-            answer.choices[0].text == one.text
-            and answer.usage.completion_tokens == len(one.tokens) >= least
-        )
+        assert answer.choices[0].text == one.text
+        assert answer.usage.completion_tokens == len(one.tokens) >= least
         assert not set(one.tokens[:least]) & set(ends)
         assert least or len(one.tokens) < 6, "the control"
     for stop, least, written in (("e", 2, "cd"), ("e", 3, "cd\0")):  # greedy: "cdefg"
@@ -278,9 +277,8 @@ def test_other_paths_and_methods(server):
         ("POST", f"{COMPLETIONS}/", 404),
     ):
         found, _, document = request(server, method, path)
-        assert (
-            found == status and "is not served here: GET /, /health" in document["error"]["message"]
-        )
+        assert found == status
+        assert "is not served here: GET /, /health" in document["error"]["message"]
     body = json.dumps({"prompt": "a"}).encode()
     status, _, document = request(server, "POST", COMPLETIONS, body, {"content-type": "text/plain"})
     assert status == 415 and "content-type: application/json" in document["error"]["message"], (
@@ -290,10 +288,8 @@ def test_other_paths_and_methods(server):
 
 def test_a_key_a_size_and_a_time(strict, service):
     """Wrong keys, large or missing bodies, cut requests, and bytes that are no HTTP are refused."""
-    asked, right = (
-        {"prompt": "abc", "max_tokens": 3, "temperature": 0},
-        {"authorization": f"Bearer {KEY}"},
-    )
+    asked = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
+    right = {"authorization": f"Bearer {KEY}"}
     for wrong in (
         {},
         {"authorization": "Bearer sk-wrong"},
@@ -387,10 +383,8 @@ def test_request_to_a_full_server_is_refused(server, service, gate):
     wait_until(lambda: service.unfinished == ROWS + WAITING)
     status, headers, document = post(server, COMPLETIONS, {"prompt": "a"})
     assert (status, headers["retry-after"]) == (429, "1")
-    assert (
-        document["error"]["code"] == "rate_limit_exceeded"
-        and "6 completions are in progress" in document["error"]["message"]
-    )
+    assert document["error"]["code"] == "rate_limit_exceeded"
+    assert "6 completions are in progress" in document["error"]["message"]
     gate.open()
     for raw in waiting:
         with raw:

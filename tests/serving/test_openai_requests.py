@@ -42,10 +42,8 @@ def test_defaults_are_those_of_the_protocol():
         TopP,
         MinP,
     ]
-    assert (
-        sampling({}).warps[1:] == make_warp({}).warps[1:]
-        and (sampling({}).warps[0].tokens == -1).all()
-    )
+    assert sampling({}).warps[1:] == make_warp({}).warps[1:]
+    assert (sampling({}).warps[0].tokens == -1).all()
     chat = read({"messages": HI}, is_chat=True)
     assert chat.is_chat and chat.max_tokens is None and chat.prompts == [HI]
 
@@ -55,7 +53,8 @@ def test_every_number_reaches_its_warp():
     given |= {"repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 0.5}
     given |= {"logit_bias": {"7": -100, "0": 1.5}}
     biased, penalised, heat, k, p, least = sampling(given).warps
-    assert biased.tokens[0, :3].tolist() == [7, 0, -1] and biased.values[0, :3].tolist() == [
+    assert biased.tokens[0, :3].tolist() == [7, 0, -1]
+    assert biased.values[0, :3].tolist() == [
         -100,
         1.5,
         0,
@@ -83,12 +82,10 @@ def test_fields_that_are_served():
         "stream_options": {"include_usage": True},
     }
     asked = read(document, is_chat=True)
-    assert (
-        asked.prompts == [[HI[0] | {"name": "Ann"}]]
-        and asked.max_tokens == 4
-        and asked.stream
-        and asked.include_usage
-    )
+    assert asked.prompts == [[HI[0] | {"name": "Ann"}]]
+    assert asked.max_tokens == 4
+    assert asked.stream
+    assert asked.include_usage
     assert read({"prompt": [5, 6]}).prompts == [[5, 6]]
 
 

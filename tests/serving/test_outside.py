@@ -213,11 +213,9 @@ def test_too_many_open_requests_get_json_errors(service):
 @pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), ([], "aab")])
 def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
     """With keys a, a and b, the third request overtakes the second; without keys it does not."""
-    gate, made, answers = (
-        Gate(monkeypatch),
-        Service(PAIR, METHOD, rows=1, context=40, max_waiting=9),
-        [],
-    )
+    gate = Gate(monkeypatch)
+    made = Service(PAIR, METHOD, rows=1, context=40, max_waiting=9)
+    answers = []
     take = made.submit
     monkeypatch.setattr(made, "submit", lambda *of: answers.append(take(*of)) or answers[-1])
     made.start()

@@ -59,7 +59,8 @@ def test_request_lives_from_queued_to_finished():
 
 def test_clients_take_turns_after_preempted_texts_and_priorities():
     a, b, c = (entry(client="a") for _ in range(3))
-    other, urgent = entry(client="b"), entry(client="a", priority=-1)
+    other = entry(client="b")
+    urgent = entry(client="a", priority=-1)
     scheduler = scheduler_of(a, b, c, other, urgent)
     assert scheduler.waiting == [urgent, a, other, b, c]
     decode(scheduler, a)
@@ -72,7 +73,9 @@ def test_clients_take_turns_after_preempted_texts_and_priorities():
 
 def test_shortest_text_goes_first_and_preempts_longer_ones():
     order = ShortestFirst(predictor=lambda request: request.max_new_tokens, aging=0, worth=16)
-    long, short, middle = entry(budget=100), entry(budget=10), entry(budget=90)
+    long = entry(budget=100)
+    short = entry(budget=10)
+    middle = entry(budget=90)
     scheduler = scheduler_of(long, short, middle, order=order)
     assert scheduler.waiting == [short, middle, long]
     decode(scheduler, long)
@@ -150,7 +153,8 @@ def sizes_of(programs):
 
 def test_size_follows_requests_as_programs_become_ready():
     programs = Background(print, in_thread=False)
-    programs.is_ready, ready = programs.ready.__contains__, programs.ready
+    programs.is_ready = programs.ready.__contains__
+    ready = programs.ready
     sizes = sizes_of(programs)
     small, long = [entry() for _ in range(3)], entry(length=40)
     now, wanted = Size(1, 32), Size(4, 64)
@@ -169,8 +173,11 @@ def test_size_follows_requests_as_programs_become_ready():
 
 def test_larger_size_serves_until_compilation_ends():
     programs = Background(print, in_thread=False)
-    programs.is_ready, ready = programs.ready.__contains__, programs.ready
-    sizes, now, largest = sizes_of(programs), Size(1, 32), Size(4, 64)
+    programs.is_ready = programs.ready.__contains__
+    ready = programs.ready
+    sizes = sizes_of(programs)
+    now = Size(1, 32)
+    largest = Size(4, 64)
     ready |= {largest, Chunks(64), Resize(now, largest)}
     assert sizes.choose(now, [entry()], [entry()]) == largest
     assert sizes.choose(now, [entry()], [entry(length=60)]) == now, "no compiled size has 256 slots"

@@ -13,7 +13,7 @@ from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import compiled_programs
-from support.refusals import refused_arguments
+from support.refusals import refusal, refused_arguments
 from support.services import CONTEXT, PAIR, alone, compile_all, make_service, submit
 from support.services import METHOD as QUEUE
 
@@ -133,7 +133,7 @@ def test_impossible_request_is_refused_without_a_place(service):
         (dict(prompts=["a"], client=["ann"]), r"client must be a str, such as 'ann'; got \['ann'"),
         (dict(prompts=["a"], grammar="[a-z]+"), "tuple of kind and source, .*; got '\\[a-z"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refusal(message):
             Caller(service, **given)
     assert service.unfinished == 0
 
@@ -167,7 +167,8 @@ def test_batch_error_fails_running_requests_alone(service, monkeypatch):
         return run(*arguments) if len(calls) > 1 else 1 / 0
 
     monkeypatch.setattr(Engine, "run", fail_once)
-    lost, waiting = Caller(service, ["a", "b"], 9), Caller(service, ["abc"], 9)
+    lost = Caller(service, ["a", "b"], 9)
+    waiting = Caller(service, ["abc"], 9)
     before = service.batch.usage.busy
     hold.set()
     with pytest.raises(Failed, match="decoding failed: ZeroDivisionError: division by zero"):

@@ -179,7 +179,8 @@ def enumerate_round(
         flat(target_rows, 2),
         dtype,
     )
-    acceptance, residual = acceptance.astype(np.float64), residual.astype(np.float64)
+    acceptance = acceptance.astype(np.float64)
+    residual = residual.astype(np.float64)
     # The rule reads the distribution of n from independent yes/no answers.
     patterns_PK = np.array(list(itertools.product([False, True], repeat=num_tokens)), bool)
     n_P = np.asarray(rule.num_accepted(jnp.asarray(patterns_PK)))

@@ -106,7 +106,9 @@ class LayeredTableLM(LayeredModel):
         ), cache
 
     def layers(self, weights, x_BTD, start_B, cache, first, last, *, hidden_layers=(), block=None):
-        tokens_BT, caches, hidden = x_BTD[..., 0].astype(jnp.int32), list(cache), {}
+        tokens_BT = x_BTD[..., 0].astype(jnp.int32)
+        caches = list(cache)
+        hidden = {}
         for i in range(first, last):
             output = TableLM(self.vocab_size)(
                 weights[i], tokens_BT, start_B, caches[i], block=block
@@ -364,7 +366,8 @@ def counting_pair(**draft):
 
 
 def table_pair(vocab_size=12, noise=0.5, max_positions=None, **options):
-    table, model = random_table(3, vocab_size), TableLM(vocab_size, max_positions)
+    table = random_table(3, vocab_size)
+    model = TableLM(vocab_size, max_positions)
     draft_params = near(table, 4, noise)
     return Pair(
         target=model, target_params=table, draft=model, draft_params=draft_params, **options

@@ -48,7 +48,8 @@ def make(config: dict) -> golden.Golden:
     with torch.inference_mode():
         tokens = torch.tensor(tokens_BT)
         logits_BTV = model(tokens).logits.numpy()
-        prompts, count = tokens[:, : golden.PROMPT], LENGTH - golden.PROMPT
+        prompts = tokens[:, : golden.PROMPT]
+        count = LENGTH - golden.PROMPT
         lengths = dict(
             max_new_tokens=count, min_new_tokens=count, attention_mask=torch.ones_like(prompts)
         )

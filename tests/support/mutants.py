@@ -160,7 +160,9 @@ class KeepsItsOwnOutputs(FeatureDrafter):
     """Reads only the last true pair; earlier entries stay as drafted."""
 
     def commit(self, weights, state, scored, cache):
-        prefix, verdict, output = scored.prefix, scored.verdict, scored.output
+        prefix = scored.prefix
+        verdict = scored.verdict
+        output = scored.output
         last_B = verdict.num_accepted_B
         token_B1 = jnp.take_along_axis(verdict.tokens_BT, last_B[:, None], axis=1)
         feature_B1D = self.head.take(self.head.fuse(weights.draft, output.hidden), last_B)[:, None]

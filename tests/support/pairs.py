@@ -166,7 +166,8 @@ class Case:
     def texts(self, samples, seed):
         """Returns ``[prompts, samples, LENGTH]`` tokens; a shorter text is padded with ``STOP``."""
         pair, options = self.decoding()
-        prompts, has_rows = self.value("prompts"), self.entry == "queue"
+        prompts = self.value("prompts")
+        has_rows = self.entry == "queue"
         found = self.value("entry")(
             pair,
             prompts,

@@ -1,10 +1,19 @@
 """Tests that bad values are refused, beside the other tests of a feature."""
 
+import contextlib
 import functools
 
 import pytest
 
 REFUSALS = ValueError, TypeError, NotImplementedError, FileNotFoundError
+
+
+@contextlib.contextmanager
+def refusal(message, kind=ValueError):
+    """Checks that the code inside raises an error of one line, which matches this pattern."""
+    with pytest.raises(kind, match=message) as error:
+        yield error
+    assert "\n" not in str(error.value)
 
 
 def refused_calls(calls):
@@ -19,9 +28,8 @@ def refused_calls(calls):
     @pytest.mark.parametrize("message", calls)
     def test(message, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(REFUSALS, match=message) as error:
+        with refusal(message, REFUSALS):
             calls[message]()
-        assert "\n" not in str(error.value)
 
     return test
 

@@ -40,7 +40,8 @@ def call(script, *arguments):
             contextlib.redirect_stderr(err),
             contextlib.chdir(ROOT),
         ):
-            argv, sys.argv = sys.argv, [f"launch/{script}.py", *map(str, arguments)]
+            argv = sys.argv
+            sys.argv = [f"launch/{script}.py", *map(str, arguments)]
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         status = end.code

@@ -26,7 +26,9 @@ class Cloud:
     """A checkout with the scripts, and the programs that stand for Google Cloud."""
 
     def __init__(self, folder):
-        self.folder, self.checkout, self.fake = folder, folder / "checkout", folder / "fake"
+        self.folder = folder
+        self.checkout = folder / "checkout"
+        self.fake = folder / "fake"
         for path in (*SCRIPTS, *(ROOT / "specsamp/mesh").glob("slices.*")):
             copy = self.checkout / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)

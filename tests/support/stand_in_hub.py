@@ -36,7 +36,8 @@ class StandInHub:
     )
 
     def __init__(self, folder, cache):
-        self.folder, self.cache = pathlib.Path(folder), pathlib.Path(cache)
+        self.folder = pathlib.Path(folder)
+        self.cache = pathlib.Path(cache)
         self.gated, self.network = set(), True
 
     def auth_check(self, name):

@@ -89,21 +89,21 @@ def other_tokenizer(style):
             models.Unigram(scores, pieces.index("<unk>"), byte_fallback=style == "chatglm")
         )
         text.add_special_tokens(["</s>", "<unk>"])
-        text.pre_tokenizer, text.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        text.pre_tokenizer = pre_tokenizers.Metaspace()
+        text.decoder = decoders.Metaspace()
         if style == "chatglm":
             text.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
         return JsonTokenizer.from_tokenizer(text, "</s>")
     options = dict(special_tokens=["</s>", "<unk>"], vocab_size=600, show_progress=False)
     if style == "bert":
         text = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
-        text.pre_tokenizer, text.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        text.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        text.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(**options)
     elif style == "gpt1":
         text = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-        text.pre_tokenizer, text.decoder = (
-            pre_tokenizers.BertPreTokenizer(),
-            decoders.BPEDecoder("</w>"),
-        )
+        text.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        text.decoder = decoders.BPEDecoder("</w>")
         trainer = trainers.BpeTrainer(end_of_word_suffix="</w>", **options)
     else:
         text = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))

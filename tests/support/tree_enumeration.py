@@ -132,7 +132,8 @@ def enumerate_tree(
         None if one_hot else flat[1],
         num_drafted,
     )
-    joint, accepted = np.zeros((scenarios, vocab_size**length)), np.zeros(scenarios)
+    joint = np.zeros((scenarios, vocab_size**length))
+    accepted = np.zeros(scenarios)
     for path, chance_R, last_RV in zip(paths_of(parents), chance, last):
         by_text = chance_R.reshape(-1, scenarios)
         accepted += len(path) * by_text.sum(0)

@@ -70,11 +70,9 @@ def test_v5e_16_70b_is_predicted_from_others():
     assert len(LLAMA) == 24 and len({row.layout for row in LLAMA}) == 2
     found = [(row.milliseconds, band) for row, band in held_out("layout") if row in LLAMA]
     errors = [abs(band.likely / ms - 1) for ms, band in found]
-    assert (
-        np.median(errors) <= 0.10
-        and max(errors) <= 0.25
-        and all(band.covers(ms) for ms, band in found)
-    )
+    assert np.median(errors) <= 0.10
+    assert max(errors) <= 0.25
+    assert all(band.covers(ms) for ms, band in found)
 
 
 @pytest.mark.parametrize("by", ["layout", "source"])
@@ -109,10 +107,8 @@ def test_exposed_time_exceeds_streaming_alone():
     computed = dataclasses.replace(work, cycles_ms=30.0)
     assert hidden.milliseconds(computed) == pytest.approx(30 + hidden.call_ms)
     band = hidden.estimate(work)
-    assert (
-        band.least == pytest.approx((free - hidden.call_ms) * math.exp(-0.1))
-        and band.most > band.likely == free
-    )
+    assert band.least == pytest.approx((free - hidden.call_ms) * math.exp(-0.1))
+    assert band.most > band.likely == free
 
 
 def test_unmeasured_chips_get_a_range():

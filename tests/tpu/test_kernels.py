@@ -51,11 +51,9 @@ def test_kernel_traffic_follows_from_shapes():
     """Two rows of eight kv heads and 2048 slots, in blocks of 256; windows of distances have two
     tiles more.
     """
-    query, cache, distances = (
-        array(2, 8, 5, 128),
-        array(2, 8, 2048, 128),
-        array(2, 8, 5, 2048, itemsize=4),
-    )
+    query = array(2, 8, 5, 128)
+    cache = array(2, 8, 2048, 128)
+    distances = array(2, 8, 5, 2048, itemsize=4)
     given = [array(1, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), distances]
     small = sum(x.bytes for x in (given[0], query, given[4]))
     for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
@@ -113,9 +111,8 @@ hlo: x
 
 def test_loop_traffic_counts_steps_and_pipeline():
     schedule = Schedule.parse(BUNDLES)
-    assert (
-        schedule == Schedule(once=3, in_loop=3, cores=1) and schedule.cycles(steps=10) == 3 + 3 * 12
-    )
+    assert schedule == Schedule(once=3, in_loop=3, cores=1)
+    assert schedule.cycles(steps=10) == 3 + 3 * 12
     assert Schedule.parse(BUNDLES, passes=16) == Schedule(once=3, in_loop=2 + 16, cores=1)
     flat = Schedule.parse(BUNDLES.replace(">>", ">"), passes=16)
     assert flat.cycles(steps=1) == 3 + 16 * 3, "of one step the passes alone are a loop"
@@ -136,10 +133,8 @@ def test_layer_with_kernels_moves_its_floor():
         model = TransformerLM(chinchilla_70b(num_layers=layers), kernels=PallasKernels())
         model = shard_model(model, Layout.tensor_parallel(mesh))
         made = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=8, slots=2048)
-        floor, lowered = (
-            functools.partial(made.floor, model, tokens=5),
-            functools.partial(made.call, model, 5),
-        )
+        floor = functools.partial(made.floor, model, tokens=5)
+        lowered = functools.partial(made.call, model, 5)
         return measure_program("call", 5, floor, lowered, "v4:2x2x4", layers=layers)
 
     with jax.default_matmul_precision("default"):
@@ -222,9 +217,8 @@ def test_a_tree_compiles_within_data_shards(shape):
     )
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
-    alone, traffic = traffic_of(text), traffic_of(text, schedules=schedules.take(*COUNTS))
+    alone = traffic_of(text)
+    traffic = traffic_of(text, schedules=schedules.take(*COUNTS))
     assert traffic.copies == [] and alone.kernel_cycles == 0
-    assert (
-        traffic.cycles - alone.cycles == pytest.approx(traffic.kernel_cycles)
-        and traffic.kernel_cycles > 2000
-    )
+    assert traffic.cycles - alone.cycles == pytest.approx(traffic.kernel_cycles)
+    assert traffic.kernel_cycles > 2000

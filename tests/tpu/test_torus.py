@@ -36,7 +36,8 @@ def compiled(mesh, collective, split=PartitionSpec("data")):
 
     specs = {"in_specs": split, "out_specs": PartitionSpec("data")}
     over = jax.shard_map(body, mesh=mesh, check_vma=False, **specs)
-    shape, sharding = (mesh.shape["data"] * ROWS, WIDTH), NamedSharding(mesh, split)
+    shape = (mesh.shape["data"] * ROWS, WIDTH)
+    sharding = NamedSharding(mesh, split)
     x_RD = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
     program = jax.jit(over).lower(x_RD).compile(compiler_options=dict(ON_TPU))
     lines = program.as_text().splitlines()

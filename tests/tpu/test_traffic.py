@@ -30,9 +30,8 @@ def test_bytes_of_a_program_counted_by_hand():
         (5 * (per_iteration + 16 * 4), 5 * 100),
         (rows + prefetches + 2 * copied, 0),
     ]
-    assert traffic.collectives == {"all-reduce": 5} and traffic.collective_bytes == {
-        "all-reduce": 5 * 64
-    }
+    assert traffic.collectives == {"all-reduce": 5}
+    assert traffic.collective_bytes == {"all-reduce": 5 * 64}
     assert traffic.copies == [("jit(f)/score/copy", 4_000_000)]
     assert traffic.host_transfers == 0
 
@@ -164,7 +163,8 @@ def test_expert_loop_counts_its_expected_steps():
     scope = 'metadata={op_name="jit(f)/experts_3_tokens_2_of_8_here_8_blocks_of_3/while"}'
     loop = "condition=%condition, body=%body"
     by_data = PROGRAM.replace("constant(5)", "parameter(1)")
-    once, named = traffic_of(by_data), traffic_of(by_data.replace(loop, f"{loop}, {scope}"))
+    once = traffic_of(by_data)
+    named = traffic_of(by_data.replace(loop, f"{loop}, {scope}"))
     times = 8 * (1 - (1 - 2 / 8) ** 3)
     assert named.open_loops == 0 and once.open_loops == 1
     assert named.cycles == pytest.approx(100 * times) and once.cycles == 100
@@ -239,7 +239,8 @@ def test_equal_kernels_share_one_schedule():
     """Newer compilers name them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and
     schedule the first alone.
     """
-    cache, new = "bf16[2,1,64,128]{3,2,1,0}", "bf16[2,1,16,128]{3,2,1,0}"
+    cache = "bf16[2,1,64,128]{3,2,1,0}"
+    new = "bf16[2,1,16,128]{3,2,1,0}"
     of_kernel = (
         'custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/append_rows/pallas_call"}'
     )

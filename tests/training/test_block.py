@@ -70,11 +70,9 @@ def test_training_block_has_the_inputs_of_decoding(head, target_params):
     task = TrainBlock(head=head, target=TARGET, test_steps=head.config.max_tokens, anchors=ANCHORS)
     weights = head.training_weights(drawn_params(head, 1), None)
     anchors = task._choose_anchors(TOKENS, KEY)
-    assert (
-        anchors.min() >= 1
-        and anchors.max() + SIZE <= LENGTH
-        and len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
-    )
+    assert anchors.min() >= 1
+    assert anchors.max() + SIZE <= LENGTH
+    assert len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
     rows, stream, _ = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
     logits = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
     reader = FirstTokenReader(TARGET, head, corrected=False)
@@ -108,7 +106,10 @@ def by_hand(task, params, target_params):
     rows, tokens = rows.reshape(-1, SIZE, 16), np.asarray(TOKENS)
     before = np.stack([tokens[b, a : a + SIZE] for b in range(2) for a in np.asarray(anchors[b])])
     unembed = functools.partial(TARGET.unembed_normed, TARGET.prepare(target_params))
-    state, expected, reached, accepted_so_far = head.begin(weights, len(rows)), 0.0, [], 1.0
+    state = head.begin(weights, len(rows))
+    expected = 0.0
+    reached = []
+    accepted_so_far = 1.0
     for k in range(SIZE):
         base = head.logits(weights, rows[:, k : k + 1], unembed)[:, 0]
         logits, state = head.correct(weights, base, rows[:, k], before[:, k], state)
@@ -160,7 +161,8 @@ def test_a_mesh_of_eight_learns_the_same(target_params):
     head = dataclasses.replace(DSPARK, config=dataclasses.replace(DSPARK.config, layer=layer))
     task = TrainBlock(head=head, target=TARGET, test_steps=2, anchors=2, objective="dspark")
     config = TrainConfig(steps=4, batch=8, warmup_steps=1, learning_rate=1e-2)
-    teacher, rows = task.teacher(target_params), jnp.tile(TOKENS, (4, 1))[None]
+    teacher = task.teacher(target_params)
+    rows = jnp.tile(TOKENS, (4, 1))[None]
 
     def trained(mesh):
         shardings = state_shardings(task, config, mesh)

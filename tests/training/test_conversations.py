@@ -11,6 +11,7 @@ from specsamp.decoding.text import Continuation
 from specsamp.training.conversations import borders, write_conversations
 from specsamp.training.data import read_corpus
 from support.fakes import TableLM, random_table
+from support.refusals import refusal
 
 END, BEGIN, USER, ANSWER, LETTERS = 0, 1, 2, 3, 4
 VOCABULARY = 20
@@ -72,20 +73,17 @@ def test_conversations_are_whole_and_no_question_comes_twice(tmp_path, table):
     write(tmp_path, 400, table)
     questions = []
     for path in sorted(tmp_path.glob("*.npy")):
-        tokens, told = np.load(path), json.loads(path.with_suffix(".json").read_text())
+        tokens = np.load(path)
+        told = json.loads(path.with_suffix(".json").read_text())
         assert tokens.dtype == np.uint8 and told["questions"] == 8
         starts = [start for start, _ in told["conversations"]] + [len(tokens)]
         ended = 0
         for (start, length), end in zip(told["conversations"], starts[1:]):
-            prompt, answer = (
-                tokens[start : start + length].tolist(),
-                tokens[start + length : end].tolist(),
-            )
-            assert (
-                prompt[:2] == [BEGIN, USER]
-                and prompt[-2:] == [END, ANSWER]
-                and 0 < len(prompt) - 4 < 12
-            )
+            prompt = tokens[start : start + length].tolist()
+            answer = tokens[start + length : end].tolist()
+            assert prompt[:2] == [BEGIN, USER]
+            assert prompt[-2:] == [END, ANSWER]
+            assert 0 < len(prompt) - 4 < 12
             assert END not in answer[:-1] and len(answer) <= 12
             questions.append(tuple(prompt))
             ended += answer[-1] == END
@@ -114,9 +112,7 @@ def asks_and_answers(after_question):
 def test_repeated_questions_end_in_one_line(tmp_path):
     """The target always writes the question "q"."""
     table = asks_and_answers(END)
-    with pytest.raises(
-        ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"
-    ):
+    with refusal("none of 8 questions ended and was new: raise longest_question or shard"):
         write(tmp_path, 1000, table)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "0000.json",
@@ -154,11 +150,11 @@ def test_question_ends_where_the_answer_begins(tmp_path):
 def test_folder_of_another_run_is_refused(tmp_path, table, changed):
     write(tmp_path, 10, table)
     other = random_table(changed.pop("table", 7), VOCABULARY, scale=0.3)
-    with pytest.raises(ValueError, match="holds other conversations: .*Name another folder"):
+    with refusal("holds other conversations: .*Name another folder"):
         write(tmp_path, 400, other, **changed)
     assert not (tmp_path / "0001.npy").exists()
     (tmp_path / "written_by.json").unlink()
-    with pytest.raises(ValueError, match="holds arrays of something else: name another folder"):
+    with refusal("holds arrays of something else: name another folder"):
         write(tmp_path, 400, table)
     assert not (tmp_path / "written_by.json").exists()
 
@@ -167,5 +163,5 @@ def test_folder_of_another_run_is_refused(tmp_path, table, changed):
     "options, message", [({"coolest": 1.5}, "coolest"), ({"shard": 0}, "shard")]
 )
 def test_numbers_out_of_range_are_refused(tmp_path, table, options, message):
-    with pytest.raises(ValueError, match=message):
+    with refusal(message):
         write(tmp_path, 10, table, **options)

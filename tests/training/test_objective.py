@@ -111,7 +111,8 @@ def test_greedy_agreement_counts_equal_choices(logits):
 
 def test_hybrid_leans_to_variation_as_acceptance_grows():
     """Acceptance 0.7 gives the divergence a weight of exp(-2.1), which has no gradient."""
-    target, draft = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]])), jnp.log(jnp.array([[[0.2, 0.3, 0.5]]]))
+    target = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
+    draft = jnp.log(jnp.array([[[0.2, 0.3, 0.5]]]))
     assert_allclose(objective.lk_hybrid(target, draft), [[0.296925]], atol=1e-6)
     of = {name: gradient(lambda q: DIVERGENCES[name](target, q), draft) for name in DIVERGENCES}
     expected = np.exp(-2.1) * of["forward_kl"] + (1 - np.exp(-2.1)) * of["total_variation"]

@@ -133,7 +133,8 @@ def serve(learner, calls, found, **options):
     service and seeds.
     """
     method = Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING, **options)
-    service, seeds = Service(PAIR, method, rows=4, context=64, learner=learner), []
+    service = Service(PAIR, method, rows=4, context=64, learner=learner)
+    seeds = []
     service.compile()
     service.start()
     for _ in range(calls):
@@ -177,7 +178,8 @@ def test_failing_learner_ends_no_text(tmp_path):
     assert service.delivery.learner is None and not service.repeats
     assert len(known) == 1 and known[0] > 0, "a text is sent before the draft learns from it"
     options = dict(sampling=SAMPLING, draft_length=3, rows=4, stop=[], log=tmp_path / "log")
-    queue, got = generate_many(PAIR, PROMPTS, BUDGET, learner=fails, **options), []
+    queue = generate_many(PAIR, PROMPTS, BUDGET, learner=fails, **options)
+    got = []
     with pytest.raises(RuntimeError, match="no memory"):
         got.extend(queue)
     written = (tmp_path / "log").read_text().splitlines()

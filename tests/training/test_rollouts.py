@@ -37,7 +37,7 @@ from specsamp.training.rollouts import (
 from specsamp.training.trainer import Intervals, TrainConfig
 from specsamp.training.training_task import TrainModel
 from support.fakes import COMPILED
-from support.refusals import refused_calls
+from support.refusals import refusal, refused_calls
 from support.weights import drawn_params
 
 V, BUDGET = 16, 6
@@ -146,7 +146,7 @@ def test_generate_returns_them_too():
     (text,) = generate(PAIR, [PROMPTS[0]], BUDGET, **options)
     expected_BT = forward(PAIR.target_params, jnp.asarray([[*PROMPTS[0], *text.tokens]]), warp)
     assert_allclose(text.log_probs, expected_BT[0, 2:], atol=1e-5)
-    with pytest.raises(ValueError, match="return_log_probs.*'all'"):
+    with refusal("return_log_probs.*'all'"):
         generate(PAIR, [[1]], 2, return_log_probs="all")
 
 
@@ -249,12 +249,12 @@ def test_killed_rollout_training_resumes_exactly(tmp_path, whole):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, LEARNING, reward=killed, draft_task=DRAFT)
     other = dataclasses.replace(PAIR, draft_params=drawn_params(lm(8), 2))
-    with pytest.raises(ValueError, match="another configuration: weights was "):
+    with refusal("another configuration: weights was "):
         run(tmp_path, LEARNING, other, draft_task=DRAFT)
     earlier = storage.read_json(tmp_path / "run.json")
     del earlier["weights"]
     storage.write_json(tmp_path / "run.json", earlier)
-    with storage.locked(tmp_path), pytest.raises(ValueError, match="written by another run"):
+    with storage.locked(tmp_path), refusal("written by another run"):
         run(tmp_path, LEARNING, draft_task=DRAFT)
     again = run(tmp_path, LEARNING, draft_task=DRAFT)
     assert records(tmp_path) == records(folder)
@@ -311,7 +311,7 @@ def distil(pair, task=DRAFT, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), "1"])
 def test_invalid_reward_is_named_with_its_prompt(tmp_path, value):
-    with pytest.raises(ValueError, match=rf"the reward of prompt \d, sample 0.*{value}"):
+    with refusal(rf"the reward of prompt \d, sample 0.*{value}"):
         run(tmp_path, reward=lambda prompt, text: value)
 
 

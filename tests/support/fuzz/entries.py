@@ -47,7 +47,9 @@ def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
     if depends and begins is None:
         return
     if depends:
-        expected, finish, rounds = replay(setting, ask, begins), None, None
+        expected = replay(setting, ask, begins)
+        finish = None
+        rounds = None
     if tuple(tokens) != expected:
         raise Different(f"{setting.name}: {list(tokens)} instead of {list(expected)}\n  of {ask}")
     if finish not in (None, ask.finish):
@@ -98,7 +100,8 @@ def recorded_rounds():
         begins[address] = state.rounds_BS[place, emitted].tolist()
         return text
 
-    Engine.create, Engine.text = classmethod(create_keeping), read_recorded
+    Engine.create = classmethod(create_keeping)
+    Engine.text = read_recorded
     try:
         yield begins
     finally:
@@ -239,12 +242,14 @@ def make_service(setting, rows, order=FirstCome()):
 @contextlib.contextmanager
 def small_sizes():
     """Makes a batch grow from 128 slots, and shrink soon."""
-    smallest, patience = batch_module.SMALLEST_SLOTS, sizes.PATIENCE
+    smallest = batch_module.SMALLEST_SLOTS
+    patience = sizes.PATIENCE
     batch_module.SMALLEST_SLOTS, sizes.PATIENCE = 128, 2
     try:
         yield
     finally:
-        batch_module.SMALLEST_SLOTS, sizes.PATIENCE = smallest, patience
+        batch_module.SMALLEST_SLOTS = smallest
+        sizes.PATIENCE = patience
 
 
 def service(stream):
