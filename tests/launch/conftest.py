@@ -6,7 +6,7 @@ import pytest
 
 from support.run_script import ROOT
 from support.stand_in_cloud import Cloud
-from support.training import quiet
+from support.training import quiet, write_texts
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +31,18 @@ def ready(cloud):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Writes a corpus of a few files and returns its folder."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        body = "\n\n".join(
-            f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
-        )
-        (folder / f"module_{i}.py").write_text(body)
-    return folder
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture
+def no_pair(monkeypatch):
+    """Fails the test if weights are read or made."""
+
+    def fail(*_, **__):
+        raise AssertionError("a pair was read")
+
+    for name in ("load_pair", "read_pair", "bare_pair"):
+        monkeypatch.setattr(importlib.import_module("launch.lib.experiment"), name, fail)
 
 
 @pytest.fixture

@@ -9,16 +9,10 @@ from rich.console import Console
 
 from launch import chat
 from launch.lib import entry
-from support.run_script import call, read_cells, refuse, save_tiny_pair, succeed
+from support.run_script import TINY_PAIR, call, read_cells, refuse, save_tiny_pair, succeed
 
-TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
-TINY += [
-    "--config.target.num_layers=1",
-    "--config.target.positions=rotary",
-    "--config.draft.positions=rotary",
-    "--detect=0.3",
-    "--rows=16",
-]
+TINY = [*TINY_PAIR, "--config.draft.positions=rotary", "--prompt_count=3"]
+TINY += ["--checks=acceptance", "--detect=0.3", "--rows=16"]
 
 
 @pytest.mark.slow

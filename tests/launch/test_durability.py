@@ -1,65 +1,27 @@
 """Long commands that are killed without cleanup, or on a full disk, keep all finished work.
 
-Killed trainings are in test_train.py. A limit on the size of files stands for a full disk: the
-kernel refuses the bytes beyond it in the middle of a write, as a disk does.
+Killed trainings are in test_train.py.
 """
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from specsamp import storage
-from support.run_script import FIXED, ROOT, flags_of
-from support.training import SMALL, metrics
+from support.processes import done, killed_when
+from support.run_script import TINY_PAIR, flags_of
+from support.training import SMALL, metrics, write_texts
 
 pytestmark = pytest.mark.slow
-
-TINY = ["--config=configs/random_pair.py:tiny", "--config.repeats=1", "--config.max_new_tokens=4"]
-TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary"]
-LIMITED = """
-import os, resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
-def start(arguments, largest_file=None, **options):
-    """Starts a command as a user does, with no more devices than a laptop has."""
-    environment = os.environ | FIXED | {"XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    limited = [] if largest_file is None else ["-c", LIMITED, largest_file]
-    command = map(str, [sys.executable, *limited, *arguments])
-    return subprocess.Popen([*command], cwd=ROOT, env=environment, text=True, **options)
-
-
-def killed_when(is_time, arguments):
-    process = start(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        until = time.monotonic() + 900
-        while process.poll() is None and not is_time() and time.monotonic() < until:
-            time.sleep(0.002)
-    finally:
-        process.kill()
-    errors = process.communicate()[1]
-    assert process.returncode == -signal.SIGKILL, errors
-
-
-def done(arguments, **options):
-    process = start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-    output, errors = process.communicate(timeout=900)
-    return process.returncode, output, errors
 
 
 def cells(path):
     return json.loads(path.read_text())["cells"] if path.exists() else []
 
 
-GRID = ["launch/benchmark.py", *TINY, "--grid=draft_length=0,1"]
+GRID = ["launch/benchmark.py", *TINY_PAIR, "--grid=draft_length=0,1"]
+GRID += ["--config.repeats=1", "--config.max_new_tokens=4"]
 
 
 def test_full_disk_keeps_the_measured_cells(tmp_path):
@@ -78,11 +40,8 @@ def test_full_disk_keeps_the_measured_cells(tmp_path):
 
 def test_training_resumes_after_a_full_disk(tmp_path):
     (tmp_path / "texts").mkdir()
-    for number in range(12):
-        text = f"def f{number}(x):\n    return x + {number}\n" * 20
-        (tmp_path / "texts" / f"{number}.py").write_text(text)
     fields = SMALL | {
-        "data.folder": tmp_path / "texts",
+        "data.folder": write_texts(tmp_path / "texts"),
         "train.steps": 12,
         "intervals.checkpoint": 4,
     }

@@ -45,6 +45,7 @@ from support import extras
 from support.checkpoint_shapes import CONFIG, random_params, write_random_head
 from support.refusals import refusal
 from support.run_script import (
+    TINY_PAIR,
     call,
     module,
     read_cells,
@@ -145,12 +146,7 @@ def test_slower_int8_is_announced_before_decoding(monkeypatch, capsys):
 
 def test_the_demo_counts_its_prompts():
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    fields += (
-        "--config.target.num_layers=1",
-        "--config.target.positions=rotary",
-        "--config.draft.positions=rotary",
-    )
-    done = succeed("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields)
+    done = succeed("demo", *TINY_PAIR, "--config.draft.positions=rotary", "--passes=1", *fields)
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" not in done.stdout
 

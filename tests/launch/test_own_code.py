@@ -9,7 +9,7 @@ from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig, own_with_digest
 from support.refusals import refusal
-from support.run_script import succeed
+from support.run_script import TINY_PAIR, succeed
 
 CODE = """
 from __future__ import annotations
@@ -63,8 +63,7 @@ def test_drafter_and_rule_files_are_benchmarked(own, tmp_path):
         "--plain",
     )
     flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=4")
-    flags += ("--config.target.num_layers=1", "--config.target.positions=rotary")
-    done = succeed("benchmark", f"--config={CONFIG}", *flags)
+    done = succeed("benchmark", *TINY_PAIR, *flags)
     assert "Repeats K = 2, Mine" in done.stdout + done.stderr
     document = json.loads(output.read_text())
     assert document["command"].startswith("python launch/benchmark.py --config=")

@@ -122,18 +122,7 @@ def test_second_interrupt_does_not_wait_for_compilation(monkeypatch, at_once):
     assert ended == [("interrupted twice; what was being compiled is lost", 130)]
 
 
-@pytest.fixture
-def never(monkeypatch):
-    """Fails the test if weights are read or made."""
-
-    def fail(*_, **__):
-        raise AssertionError("a pair was read")
-
-    for name in ("load_pair", "read_pair", "bare_pair"):
-        monkeypatch.setattr(importlib.import_module("launch.lib.experiment"), name, fail)
-
-
-def test_occupied_port_is_refused(never):
+def test_occupied_port_is_refused(no_pair):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = call("serve", f"--port={port}")
@@ -141,12 +130,12 @@ def test_occupied_port_is_refused(never):
     assert f"--host=127.0.0.1 --port={port}: Address already in use" in done.stderr
 
 
-def test_server_without_its_libraries_names_the_packages(never, monkeypatch):
+def test_server_without_its_libraries_names_the_packages(no_pair, monkeypatch):
     monkeypatch.setitem(sys.modules, "specsamp.serving.web_server", None)
     assert "pip install starlette uvicorn pydantic jinja2" in refuse("serve", "--port=0")
 
 
-def test_key_of_the_environment_is_checked(never, monkeypatch):
+def test_key_of_the_environment_is_checked(no_pair, monkeypatch):
     monkeypatch.setenv(KEY, "two words")
     error = refuse("serve", "--port=0")
     assert f"the environment variable {KEY} must hold keys" in error and "two words" not in error

@@ -1,12 +1,7 @@
 """launch/train.py and export.py: killed trainings resume, and faults are named before any write."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import types
 
 import numpy as np
@@ -17,8 +12,9 @@ from launch.lib.training import GeneratedFields
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.training.data import ChatText, Corpus, integer_tokenizer, train_tokenizer
+from support.processes import killed_when
 from support.refusals import refusal
-from support.run_script import FIXED, ROOT, flags_of, succeed
+from support.run_script import flags_of, succeed
 from support.training import (
     DRAFT,
     SMALL,
@@ -33,28 +29,6 @@ from support.weights import shapes_of
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
-def killed_once_it_has_reached(step, folder, arguments, environment):
-    """Runs a training until it has logged a step, then kills it without cleanup."""
-    process = subprocess.Popen(
-        [sys.executable, "launch/train.py", *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        until = time.monotonic() + 1800
-        while process.poll() is None and time.monotonic() < until:
-            if any(record["step"] >= step for record in metrics(folder)):
-                break
-            time.sleep(0.005)
-    finally:
-        process.kill()
-    _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors
-
-
 @pytest.mark.slow
 def test_killed_training_resumes_and_is_exported(run_training, texts, tmp_path):
     """A training that is killed without cleanup has the losses of an uninterrupted run."""
@@ -62,7 +36,11 @@ def test_killed_training_resumes_and_is_exported(run_training, texts, tmp_path):
     flags = flags_of(TARGET | {"data.folder": texts})
     arguments = ["--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags]
     as_here = {"JAX_NUM_CPU_DEVICES": "8", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
-    killed_once_it_has_reached(10, target, arguments, os.environ | FIXED | as_here)
+    killed_when(
+        lambda: any(record["step"] >= 10 for record in metrics(target)),
+        ["launch/train.py", *arguments],
+        environment=as_here,
+    )
     assert not (target / "checkpoints" / "24").exists()
     done = succeed("train", *arguments)
     assert "resumed at step" in done.stdout

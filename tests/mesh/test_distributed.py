@@ -27,6 +27,7 @@ from support import mesh_worker as worker
 from support import run_script
 from support.checkpoint_shapes import random_params
 from support.refusals import refused_calls
+from support.training import SMALL, write_texts
 
 WORKER = pathlib.Path(worker.__file__)
 ROOT = WORKER.parents[2]
@@ -35,7 +36,7 @@ ROOT = WORKER.parents[2]
 MESH = "--config.mesh.data=4", "--config.mesh.model=2"
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -249,26 +250,8 @@ def test_endpoint_of_two_processes_answers_and_ends(tmp_path):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Returns the flags of a short training on a few files."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        functions = (
-            f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
-        )
-        (folder / f"module_{i}.py").write_text("\n\n".join(functions))
-    fields = {
-        "train.steps": 6,
-        "train.warmup_steps": 2,
-        "intervals.log": 1,
-        "compute_dtype": "float32",
-    }
-    fields |= {
-        "model.vocab_size": 300,
-        "model.num_layers": 1,
-        "data.folder": folder,
-        "data.pattern": "*.py",
-    }
-    fields |= {"data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 32}
-    return run_script.flags_of(fields)
+    folder = write_texts(tmp_path_factory.mktemp("texts"))
+    return run_script.flags_of(SMALL | {"train.steps": 6, "data.folder": folder})
 
 
 @pytest.mark.slow

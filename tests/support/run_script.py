@@ -25,6 +25,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Compiled programs are kept in the folder of this session of tests (tests/conftest.py), not in the
 # cache of the user.
 FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+TINY_PAIR = ["--config=configs/random_pair.py:tiny", "--config.target.num_layers=1"]
+TINY_PAIR += ["--config.target.positions=rotary"]
 
 
 def call(script, *arguments):

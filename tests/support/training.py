@@ -41,6 +41,16 @@ def training_config(kind, texts, fields):
     return TrainingConfig.from_config_dict(config)
 
 
+def write_texts(folder):
+    """Writes a corpus of a few files, and returns its folder."""
+    for i in range(12):
+        functions = (
+            f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
+        )
+        (folder / f"module_{i}.py").write_text("\n\n".join(functions))
+    return folder
+
+
 def quiet():
     return Console(file=io.StringIO())
 
