@@ -19,7 +19,6 @@ from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
 from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
 from specsamp.models.config import tiny
-from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from support.weights import drawn_params, shapes_of
@@ -87,47 +86,20 @@ def test_compiled_pair_has_the_larger_vocabulary(name):
     assert sizes == 2 * [max(published)] and len(set(published)) == 2
 
 
-@pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
+@pytest.mark.parametrize("name", hf.HEADS)
 def test_head_divides_over_the_target_mesh(name):
-    """EAGLE-3 heads are as wide as the target, with reduced vocabularies of 32,000 or 64,000."""
-    config = ExperimentConfig.from_config_dict(hf.get_config(name))
-    assert config.drafter == "head"
-    target = published_config(hf.HEADS[name].target)
-    layer = dataclasses.replace(
-        target, num_layers=1, window=None, global_layers=(), query_key_norm=False
-    )
-    for draft_vocab_size in (32_000, 64_000):
-        head = FeatureHead(
-            Eagle3Config(
-                layer=layer,
-                target_layers=target.num_layers,
-                hidden_layers=Eagle3Config.usual_layers(target.num_layers),
-                draft_vocab_size=draft_vocab_size,
-                own_output=True,
-            )
-        )
-        sharded = shard_head(head, Layout.tensor_parallel(mesh_of(config)))
-        sharded.param_shardings(shapes_of(head))
-
-
-@pytest.mark.parametrize("name", PUBLISHED["heads"])
-def test_heads_of_known_shape_have_their_published_size(name):
-    kind, size = PUBLISHED["heads"][name]
+    """Heads whose sizes are published have them."""
     config = ExperimentConfig.from_config_dict(hf.get_config(name))
     config = config.turned({"int8.weights": "target", "int8.caches": "both"})
-    assert shapes.known_models(config)["target"].config.weight_dtype == "int8"
-    head = shapes.head_of(config, shapes.known_models(config)["target"].config)
+    target = shapes.known_models(config)["target"].config
+    head = shapes.head_of(config, target)
     made = shapes_of(head.head())
-    sharded = shard_head(head.head(), Layout.tensor_parallel(mesh_of(config)))
-    sharded.param_shardings(made)
-    assert head.layer.weight_dtype is None
-    assert head.kind == kind
-    assert size == sum(
-        leaf.size
-        for key, leaf in made.items()
-        if key != DRAFT_IDS
-        for leaf in jax.tree.leaves(leaf)
-    )
+    shard_head(head.head(), Layout.tensor_parallel(mesh_of(config))).param_shardings(made)
+    assert target.weight_dtype == "int8" and head.layer.weight_dtype is None
+    if name in PUBLISHED["heads"]:
+        made.pop(DRAFT_IDS, None)
+        size = sum(leaf.size for leaf in jax.tree.leaves(made))
+        assert [head.kind, size] == PUBLISHED["heads"][name]
 
 
 def test_head_kind_is_read_from_its_files(tmp_path):

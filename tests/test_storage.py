@@ -4,7 +4,6 @@ without a network.
 
 import os
 import stat
-import threading
 
 import fsspec
 import numpy as np
@@ -111,27 +110,6 @@ def test_devices_and_streams_are_written_to_directly(tmp_path):
     os.close(reading)
     os.close(writing)
     assert storage.is_stream("/dev/stdout") and not storage.is_stream(tmp_path / "new")
-
-
-def test_a_lock_makes_the_second_writer_wait(tmp_path):
-    path = tmp_path / "counted"
-    storage.write(path, "0")
-    (tmp_path / ".counted.lock").touch()  # of a killed process
-
-    def add():
-        for _ in range(20):
-            with storage.locked(path):
-                count = int(path.read_text())
-                os.sched_yield()
-                storage.write(path, str(count + 1))
-
-    # A flock belongs to an open file, not to a process.
-    writers = [threading.Thread(target=add) for _ in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert path.read_text() == "60" and os.listdir(tmp_path) == ["counted"]
 
 
 @pytest.mark.parametrize(

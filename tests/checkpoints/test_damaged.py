@@ -277,19 +277,6 @@ def test_names_without_their_prefix(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read(folder), expected)
 
 
-def test_wrong_number_of_experts_is_named(tmp_path):
-    folder = golden.read("qwen3_moe").write_checkpoint(tmp_path)
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    third = tensors.pop(name := "model.layers.0.mlp.experts.3.up_proj.weight")
-    for added, message in (
-        ({}, rf"1 tensors are missing: {name} \(20, 32\)"),
-        ({name: third, name.replace("3", "8"): third}, "1 tensors are not part of"),
-    ):
-        safetensors.numpy.save_file(tensors | added, folder / "model.safetensors")
-        with refusal(message):
-            open_all(folder)
-
-
 @pytest.mark.parametrize("block", [64 * 2**20, 3 * 32 * 4], ids=["whole", "in blocks"])
 def test_a_tied_model_may_repeat_its_embedding_only(saved, block, monkeypatch):
     monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", block)

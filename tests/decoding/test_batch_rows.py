@@ -1,18 +1,17 @@
-"""Rows that enter a batch, runs that return early, stop tokens of a row, warps with a state."""
+"""Rows that enter a batch, runs that return early, stop tokens of a row."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import BlockRule, ModelDrafter, TokenRule
+from specsamp import BlockRule, ModelDrafter
 from specsamp.decoding.batch_rows import insert
 from specsamp.decoding.state import Finish, Weights
-from specsamp.sampling.warp import Chain, Warp, chain, register_warp, temperature
+from specsamp.sampling.warp import chain, temperature
 from support import fakes
-from support.fakes import TableLM, decode, table_loop, texts
+from support.fakes import TableLM, table_loop, texts
 from support.loop_distributions import NEAR, TARGET, V
 
 PROMPTS, BUDGET, SLOTS = [[1, 2], [0], [2, 2, 1]], 12, 24
@@ -50,13 +49,6 @@ def test_moved_row_keeps_its_text(alone, rounds):
     assert texts(finished(mixed)) == [alone[2], alone[1]]
 
 
-def test_the_request_of_a_caller_survives_donation():
-    batch, request = prefill([0, 1]), prefill([2]).request
-    after = insert(LOOP.run(WEIGHTS, batch, 1), prefill([2]), [1])
-    assert int(after.request.limits_B[1]) == int(request.limits_B[0]) == 3 + BUDGET
-    assert int(batch.request.limits_B[1]) == 1 + BUDGET, "not donated"
-
-
 def test_a_run_returns_once_fewer_rows_are_running(alone):
     state = prefill([0, 1, 2])
     state = dataclasses.replace(
@@ -64,7 +56,7 @@ def test_a_run_returns_once_fewer_rows_are_running(alone):
         request=dataclasses.replace(state.request, limits_B=jnp.array([4, 1 + BUDGET, 3 + BUDGET])),
     )
     state = LOOP.run(WEIGHTS, state, 1000, 3)
-    assert np.asarray(state.running_B).tolist() == [False, True, True]
+    assert state.running_B.tolist() == [False, True, True]
     state = LOOP.run(WEIGHTS, state, 1000, 2)
     assert np.asarray(state.running_B).sum() < 2
     assert texts(finished(state)) == [alone[0][:4], *alone[1:]]
@@ -78,30 +70,5 @@ def test_stop_tokens_of_each_row():
     done = finished(
         dataclasses.replace(state, request=dataclasses.replace(state.request, stop_ids_BN=stops))
     )
-    assert np.asarray(done.finish_B).tolist() == [Finish.LENGTH, Finish.STOP]
+    assert done.finish_B.tolist() == [Finish.LENGTH, Finish.STOP]
     assert texts(done)[1] == texts(done)[0][: len(texts(done)[1])] and texts(done)[1][-1] == stop
-
-
-@register_warp
-class DeadEnd(Warp):
-    """Excludes every token once two are drawn."""
-
-    weight: jax.Array
-
-    def init(self, tokens_BP, lengths_B, vocab_size):
-        return jnp.zeros_like(lengths_B)
-
-    def advance(self, state, tokens_B):
-        return state + 1
-
-    def __call__(self, logits, state=()):
-        return jnp.where((state < 2)[:, None], logits, -jnp.inf)
-
-
-def test_row_without_possible_token_ends():
-    sampling = Chain((DeadEnd(np.float32(0)),))
-    run = decode(
-        table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, sampling
-    )
-    assert np.asarray(run.state.finish_B).tolist() == [Finish.INVALID] * 3
-    assert (np.asarray(run.state.lengths_B) - run.prompt_lengths).tolist() == [2, 2, 2]

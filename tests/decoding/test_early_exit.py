@@ -42,18 +42,6 @@ def test_with_all_layers_everything_is_accepted(window):
     assert jnp.all(stats.rounds_B == 5) and jnp.all(stats.accepted_BT[:, 3] == 5)
 
 
-def test_early_exit_at_another_layer_lowers_acceptance():
-    """Acceptance is the overlap of the exit's distribution with the target's."""
-
-    def acceptance(layers):
-        stats = decode(
-            loop_of(EarlyExitDrafter(TABLES, 1, 1)), layers, None, PROMPTS, 20, FULL
-        ).state.stats
-        return float(stats.accepted_BT[:, 1].sum() / stats.rounds_B.sum())
-
-    assert acceptance(jnp.stack([TARGET, 0 * TARGET])) == 1 > acceptance(LAYERS)
-
-
 # A model for each kind of positions and memory in checkpoints, in both layouts.
 SHAPE = dict(num_layers=2, num_kv_heads=2)
 MODELS = {

@@ -108,7 +108,7 @@ def test_wrong_features_cost_acceptance(mutant):
 def test_one_token_prompt_has_no_first_draft():
     loop = table_loop()
     state = loop.run(WEIGHTS, prefilled(loop), 1)
-    assert np.asarray(state.stats.drafted_B).tolist() == [0, 3, 3] and int(state.lengths_B[0]) == 2
+    assert state.stats.drafted_B.tolist() == [0, 3, 3] and int(state.lengths_B[0]) == 2
     state = loop.run(WEIGHTS, state, 1)
     assert np.asarray(state.stats.drafted_B)[0] == 3
 

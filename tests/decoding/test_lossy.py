@@ -64,7 +64,7 @@ def run(case):
     )
     at = found.prompt_lengths[:, None] + np.arange(LENGTH)[None, :]
     cost, extra = (
-        np.take_along_axis(np.asarray(x), at, axis=1)
+        np.take_along_axis(x, at, axis=1)
         for x in (found.state.meter.variation, found.state.meter.extra)
     )
     shape = (len(PROMPTS), SAMPLES, LENGTH)
@@ -118,14 +118,6 @@ def test_meter_bounds_the_cost_of_texts(case):
         first = np.bincount(emitted[prompt, :, 0], minlength=V) / SAMPLES
         ratio = variation(first, own.sum((1, 2))) / cost[prompt, :, 0].mean()
         assert 0.9 < ratio < 1.1
-        cells = np.ravel_multi_index(emitted[prompt].T, own.shape)
-        texts = np.bincount(cells, minlength=own.size) / SAMPLES
-        assert variation(texts, own.ravel()) / sums.mean() < 1.1
-
-
-def test_a_budget_bounds_every_token():
-    cost = run("bounded lenience")[1]
-    assert cost.max() < 0.03 * (1 + 1e-5) and (cost > 0.0299).any()
 
 
 @every_case

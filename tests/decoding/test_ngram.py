@@ -46,7 +46,7 @@ def propose(drafter, *texts, state=None):
     state = drafter.init(len(texts), 20) if state is None else state
     draft, state, _ = drafter.propose(weights, state, prefix, None, None)
     counts = np.where(draft.tokens_BK < 0, 0, draft.num_drafted_B[:, None])
-    rows = zip(np.asarray(draft.tokens_BK).tolist(), np.minimum.accumulate(counts, 1).tolist())
+    rows = zip(draft.tokens_BK.tolist(), np.minimum.accumulate(counts, 1).tolist())
     return [[token for token, count in zip(*row) if count] for row in rows], state
 
 
@@ -120,7 +120,7 @@ def texts_after_texts(seed):
         Weights(target=TARGET, draft=draft), dataclasses.replace(state, drafter_state=logs), 2**30
     )
     starts = np.repeat([[1], [4]], samples, axis=0)
-    emitted = np.take_along_axis(np.asarray(state.tokens_BS), starts + np.arange(length), axis=1)
+    emitted = np.take_along_axis(state.tokens_BS, starts + np.arange(length), axis=1)
     distributions = [joint_distribution(TARGET, FULL, prompt, length) for prompt in prompts]
     assert int(state.stats.accepted_BT[:, 1:].sum()) > samples, "logs and corpus draft"
     return p_value(list(zip(emitted.reshape(2, samples, length), distributions)))

@@ -22,7 +22,6 @@ from specsamp import (
     NgramDrafter,
     NoDrafter,
     Pair,
-    TokenRule,
     TransformerLM,
     chain,
     greedy,
@@ -43,7 +42,6 @@ from specsamp.evaluation.audit.checks import UNREADABLE
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
 from support.audits import FAR, NEAR, PROMPTS, RARE, TARGET, K, V, subject_of, table_subject
@@ -166,21 +164,6 @@ def test_a_draft_that_writes_over_its_target_fails():
 
 
 # Mistakes.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"drafter": mutants.DistributionBeforeWarping(TableLM(V), K)},
-        {"rule": SyntheticAcceptance(TokenRule(), 0.7)},
-    ],
-    ids=lambda changes: type(next(iter(changes.values()))).__name__,
-)
-def test_the_distribution_of_a_broken_rule_or_drafter(changes):
-    check = counted(table_subject(draft=FAR, **changes))
-    assert failed(check)
-    assert "times, not" in check.sentence
 
 
 @pytest.mark.slow

@@ -7,14 +7,12 @@ import importlib
 import io
 import re
 import sys
-import types
 
 import jax
 import pytest
-from rich.console import Console
 
 from support.refusals import refusal
-from support.run_script import ROOT, module, only_shared_flags, refuse, succeed
+from support.run_script import ROOT, only_shared_flags, refuse, succeed
 
 
 @pytest.fixture
@@ -178,23 +176,6 @@ def test_colours_are_left_out_without_a_terminal(entry, monkeypatch):
         monkeypatch.setenv("NO_COLOR", "1")
         assert entry.make_console(force_terminal=True).no_color
         assert entry.make_console(file=io.StringIO()).width == entry.WIDTH_OF_FILES
-
-
-def test_generated_text_has_another_style_than_prompt():
-    """A style of the whole text, instead of the prompt alone, would extend to all appended text."""
-    tokenizer = types.SimpleNamespace(
-        token_bytes=lambda token, before=None: bytes([token]), eos_id=0
-    )
-    pair = types.SimpleNamespace(tokenizer=tokenizer, stop=None)
-    work = types.SimpleNamespace(prompts=[tuple(b"the prompt")], batch=1)
-    stats = types.SimpleNamespace(emitted=3, rounds=1)
-    timing = types.SimpleNamespace(
-        rows=[stats], texts=[(*b"ab", 0)], from_draft=[[True, True, False]]
-    )
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-    module("demo").show_text(types.SimpleNamespace(pair=pair, workload=work), 0, timing, console)
-    shown = console.file.getvalue()
-    assert "\x1b[2mthe prompt\x1b[0m\x1b[32m" in shown and "\x1b[1m ■ end of file" in shown
 
 
 def test_shown_commands_spare_the_shipped_results():

@@ -199,11 +199,6 @@ def test_incomplete_slice_is_refused_with_both_counts(keep, message):
         make_mesh(1, len(kept), devices=kept)
 
 
-def test_a_list_with_a_tpu_twice_is_refused():
-    with refusal("each device once; got 5 with 4 different"):
-        make_mesh(1, 5, devices=[*devices("v6e:2x2"), devices("v6e:2x2")[0]])
-
-
 def test_boxes_that_do_not_divide_are_refused():
     with refusal("parts of 12 and 12 devices do not divide a slice of 16"):
         torus.find_boxes((1, 4, 4), 12, 12)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from specsamp.models.config import TransformerConfig, tiny
+from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import (
@@ -50,7 +50,7 @@ HEADS = [
 ]
 
 
-def in_int8(config: TransformerConfig) -> TransformerConfig:
+def in_int8(config):
     return dataclasses.replace(config, weight_dtype="int8")
 
 
@@ -157,11 +157,6 @@ def test_int8_head_equals_its_rounded_weights(config):
     found = run(ours, params)
     assert_allclose(found, run(head, rounded(params)), atol=2e-5)
     assert np.abs(found - run(head, params)).max() > 1e-3
-
-
-def test_int8_parts_are_reported_by_side():
-    assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
-    assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}
 
 
 test_refused_int8_weights = refused_arguments(

@@ -11,7 +11,7 @@ import pytest
 from absl import logging
 from numpy.testing import assert_allclose, assert_array_equal
 
-from models.test_blocks import block_of
+from models.test_blocks import PARENTS, PATHS, block_of
 from specsamp import (
     Pair,
     TransformerLM,
@@ -175,7 +175,7 @@ def test_cores_share_sequences_or_heads(kv_heads, batch, int8):
 )
 def test_trees_equal_the_plain_form(window, size, int8):
     """Covers a tree that is scored in several calls, and that crosses the edge of a block."""
-    parents = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4]])
+    parents = np.array([*PARENTS, range(-1, 5)])
     start = np.array([7, 254, 500])
     block = block_of(parents, start)
     keys, values = (drawn(3, 2, 512, size, seed=seed) for seed in (2, 3))
@@ -274,7 +274,6 @@ SCHEMES = {
         positions="rotary", num_kv_heads=2, head_size=SIZE // 2, cache_dtype="int8"
     ),
 }
-PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
 
 
 @pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs"))
@@ -287,7 +286,7 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     start = jnp.asarray([26, 130], jnp.int32)
     prompt, nodes, after = (rng.integers(0, 64, (2, n), dtype=np.int32) for n in (140, 6, 6))
     block = block_of(PARENTS, np.asarray(start))
-    rows = jnp.asarray([[0, 1, 3, 5], [0, 3, 4, 5]], jnp.int32)
+    rows = jnp.asarray(PATHS, jnp.int32)
     results = []
     for model in (plain, kernels):
         cache = call(

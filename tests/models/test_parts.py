@@ -1,105 +1,44 @@
-"""A model in three calls equals one call; embeddings of n-grams."""
+"""A part of a model's layers; embeddings of n-grams. Parts together: mesh/test_sharded.py."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from specsamp import TransformerLM
 from specsamp.models import ngrams
 from specsamp.models.config import tiny
-from support.enumeration import COMPILE_FAST
+from support.refusals import refused_arguments
 from support.weights import drawn_params
 
 SLOTS = 16
-MODELS = {
-    "relative": tiny(num_layers=3, num_kv_heads=2, ngram_rows=32, logit_cap=5.0),
-    "learned": tiny(
-        num_layers=3,
-        positions="learned",
-        max_positions=SLOTS,
-        norm="layer",
-        tied=False,
-        num_real_tokens=60,
-    ),
-    "rotary": tiny(
-        num_layers=3, positions="rotary", embedding_scale=3.0, window=4, window_rotary_base=100.0
-    ),
-}
+MODEL = TransformerLM(tiny(num_layers=3, num_kv_heads=2, ngram_rows=32))
+PARAMS = drawn_params(MODEL)
 
 
-def make(config, order="default"):
-    model = TransformerLM(config, order)
-    params = drawn_params(model)
-    return model, params, model.fit_slots(model.prepare(params), SLOTS)
-
-
-@pytest.mark.parametrize(
-    "name, order", [("relative", "default"), ("learned", "cpu"), ("rotary", "default")]
-)
-def test_three_calls_are_one(name, order):
-    """Logits, caches and hidden states are bitwise equal, with the layers split into two calls."""
-    model, _, weights = make(MODELS[name], order)
-    assert (model.num_layers, model.width) == (3, 32)
-    tokens_BT = jax.random.randint(jax.random.key(1), (2, 5), 0, 60)
-    start_B = jnp.array([0, 4])
-    cache = model.init_cache(2, SLOTS)
-
-    def whole(weights, cache):
-        return model(weights, tokens_BT, start_B, cache, hidden_layers=(3, 0, 2))
-
-    def in_parts(weights, cache):
-        x_BTD, cache = model.embed(weights, tokens_BT, start_B, cache)
-        x_BTD, cache, first = model.layers(weights, x_BTD, start_B, cache, 0, 2, hidden_layers=(0,))
-        x_BTD, cache, others = model.layers(
-            weights, x_BTD, start_B, cache, 2, 3, hidden_layers=(2, 3)
-        )
-        return model.unembed(weights, x_BTD), cache, (others[1], first[0], others[0])
-
-    one, parts = (
-        jax.jit(f, compiler_options=COMPILE_FAST)(weights, cache) for f in (whole, in_parts)
-    )
-    jax.tree.map(np.testing.assert_array_equal, (one.logits_BTV, one.cache, one.hidden), parts)
-    assert one.hidden[0].shape == (2, 5, 32)
+def run_layers(first, last, hidden_layers=()):
+    """Returns the cache before these layers, and their results."""
+    weights = MODEL.fit_slots(MODEL.prepare(PARAMS), SLOTS)
+    start_B = jnp.array([3])
+    x_BTD, cache = MODEL.embed(weights, jnp.array([[1, 2]]), start_B, MODEL.init_cache(1, SLOTS))
+    options = dict(hidden_layers=hidden_layers)
+    return cache, MODEL.layers(weights, x_BTD, start_B, cache, first, last, **options)
 
 
 def test_part_of_layers_keeps_other_caches():
-    model, _, weights = make(MODELS["relative"])
-    x_BTD, cache = model.embed(
-        weights, jnp.array([[1, 2]]), jnp.array([3]), model.init_cache(1, SLOTS)
-    )
+    cache, (_, after, hidden) = run_layers(1, 2)
     assert cache.tokens_BS.tolist() == [[0, 0, 0, 1, 2] + [0] * 11]
-    _, after, hidden = model.layers(weights, x_BTD, jnp.array([3]), cache, 1, 2)
     written = [bool(np.any(layer.values_BMSH)) for layer in after.layers]
     assert written == [False, True, False] and hidden == ()
 
 
-@pytest.mark.parametrize(
-    "first, last, hidden_layers, message",
-    [
-        (
-            0,
-            2,
-            (2,),
-            r"hidden_layers names layer 2, but a call of layers below 2 has \(-1, 0, 1\); a call",
+test_refused_layers = refused_arguments(
+    run_layers,
+    {
+        r"names layer 2, but a call of layers below 2 has \(-1, 0, 1\); a call": dict(
+            first=0, last=2, hidden_layers=(2,)
         ),
-        (0, 3, (4,), r"layer 4, .* has \(-1, 0, 1, 2\)"),
-    ],
+        r"layer 4, .* has \(-1, 0, 1, 2\)": dict(first=0, last=3, hidden_layers=(4,)),
+    },
 )
-def test_missing_layers_are_refused(first, last, hidden_layers, message):
-    model, _, weights = make(MODELS["rotary"])
-    x_BTD = jnp.zeros((1, 2, 32))
-    start_B = jnp.zeros(1, jnp.int32)
-    with pytest.raises(ValueError, match=message):
-        model.layers(
-            weights,
-            x_BTD,
-            start_B,
-            model.init_cache(1, 4),
-            first,
-            last,
-            hidden_layers=hidden_layers,
-        )
 
 
 # N-grams.

@@ -69,7 +69,7 @@ def at(*starts):
 
 
 def assert_close(actual, expected, atol=CLOSE):
-    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=atol, rtol=0)
+    np.testing.assert_allclose(actual, expected, atol=atol, rtol=0)
 
 
 # Sequences cut into calls.

@@ -27,7 +27,7 @@ from specsamp.decoding.method import make_method
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.sampling import grammar as module
-from specsamp.sampling.grammar import FREE, Follow, grammar, no_grammar, release
+from specsamp.sampling.grammar import FREE, Follow, grammar
 from specsamp.sampling.warp import register_warp
 from specsamp.serving.answer import Failed, Unmet
 from specsamp.serving.openai_replies import Reply
@@ -138,18 +138,6 @@ def test_dropped_matcher_is_made_again(monkeypatch):
     assert not texts._texts
     assert not texts._matchers
     assert texts.after([numbers[2]], [0]).tolist() == [FREE]
-
-
-def test_a_grammar_is_known_and_given_back():
-    follow = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
-    assert chain(temperature(1.0), follow).asks_host and not chain(temperature(1.0)).asks_host
-    with module._TEXTS._lock:  # the garbage collector may release at any moment
-        release(follow)
-        release(follow)
-        release(no_grammar())
-    later = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
-    assert int(follow.value) not in module._TEXTS._texts
-    assert int(later.value) in module._TEXTS._texts
 
 
 def test_numbers_are_used_again_where_they_are_free(monkeypatch):

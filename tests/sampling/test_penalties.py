@@ -93,14 +93,14 @@ def test_numbers_at_their_bounds_stay_finite(repetition):
     state = warp.init(jnp.asarray([[0, 1]]), jnp.asarray([2]), 3)
     for token in (0, 1):
         state = warp.advance(state, jnp.asarray([token]))
-    probs = np.exp(np.asarray(log_probs(warp, jnp.asarray([[1.0, -2.0, 3.0]]), state)))
+    probs = np.exp(log_probs(warp, jnp.asarray([[1.0, -2.0, 3.0]]), state))
     np.testing.assert_allclose(probs.sum(), 1, rtol=1e-6)
 
 
 def test_biases_may_differ_by_row():
     logits_BTV = jnp.zeros((2, 2, 4))
     warp = bias({3: [-np.inf, 0.0], 0: [0.0, np.log(3)]})
-    probs = np.exp(np.asarray(log_probs(warp, logits_BTV)))
+    probs = np.exp(log_probs(warp, logits_BTV))
     np.testing.assert_allclose(
         probs[:, 0], [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 2, 1 / 6, 1 / 6, 1 / 6]], rtol=1e-6
     )
@@ -109,7 +109,7 @@ def test_biases_may_differ_by_row():
 
 def test_biases_exclude_and_favour():
     logits_BV = jnp.asarray([[1.0, 2.0, 3.0, 4.0]])
-    probs = np.exp(np.asarray(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV)))[0]
+    probs = np.exp(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV))[0]
     np.testing.assert_allclose(
         probs[[1, 2]], [np.e**1.5 / (1 + np.e**1.5), 1 / (1 + np.e**1.5)], rtol=1e-6
     )

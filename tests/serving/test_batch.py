@@ -26,7 +26,7 @@ from specsamp.models.config import tiny
 from specsamp.serving import batch, sizes
 from specsamp.serving.runner import Runner
 from specsamp.serving.service import Service
-from specsamp.serving.sizes import Chunks, Resize, Size
+from specsamp.serving.sizes import Size
 from support.fakes import random_table
 from support.heads import LayeredTable, eagle3, mtp
 from support.hybrids import hybrid
@@ -177,40 +177,6 @@ def test_background_compilation_delays_no_running_text(small, monkeypatch):
         is_open.set()
         texts.check()
         assert texts.batch.admission.preempted == 1
-
-
-@pytest.mark.slow
-def test_all_present_rows_work_while_more_are_compiled(small, monkeypatch):
-    """A compiler that never ends costs neither a row nor a step."""
-    compile_ = Runner.compile
-    is_open = threading.Event()
-    busy = []
-
-    def slowly(self, thing):
-        if isinstance(thing, Size) and thing.rows > 2:
-            assert is_open.wait(300)
-        compile_(self, thing)
-
-    def run(self, *of):
-        busy.append(len(texts.batch.table.decoding))
-        return run_(self, *of)
-
-    texts = Texts()
-    sizes_ = texts.batch.sizes
-    for program in (*sizes_.all[:2], Chunks(32), Resize(*sizes_.all[:2])):
-        sizes_.programs.make(program)
-    monkeypatch.setattr(Runner, "compile", slowly)
-    run_ = Runner.run
-    monkeypatch.setattr(Runner, "run", run)
-    for number in range(6):
-        texts.ask([number + 1, 2], 12)
-    texts.service._wait()
-    while texts.service.unfinished:
-        assert texts.batch.table.size.rows <= 2 and texts.service.delivery.step()
-    assert busy[:-1] == [2] * (len(busy) - 1)
-    is_open.set()
-    texts.check()
-    texts.service.join()
 
 
 @pytest.mark.slow

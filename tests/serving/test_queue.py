@@ -216,13 +216,11 @@ def test_prompts_are_read_together(monkeypatch):
 
     prompts = [[index % 12] for index in range(7)] + [[token % 12 for token in range(70)]]
     monkeypatch.setattr(Engine, "extend", count)
-    together = by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
+    options = dict(rows=8, sampling=chain(temperature(1.0)))
+    together = by_row(generate_many(PAIR, prompts, 5, **options))
     assert counted == [4, 4]
     monkeypatch.setattr("specsamp.serving.generate_many.TOGETHER", 1)
-    assert (
-        by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
-        == together
-    )
+    assert by_row(generate_many(PAIR, prompts, 5, **options)) == together
     assert counted[2:] == [1] * 8
 
 

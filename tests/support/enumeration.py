@@ -15,28 +15,23 @@ log-probabilities after each prefix of length n, read as a number in base V; S c
 scenarios, which share the few jitted calls of one fixed shape in which the rule is evaluated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsamp import chain
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions
-
-Distributions = Sequence[np.ndarray]
+from specsamp.sampling.rules import Draft, TargetDistributions
 
 CHUNK = 4096  # rows per jitted call
 # Small functions: compiling takes longer than running.
 COMPILE_FAST = {"xla_backend_optimization_level": 0}
 
 
-def autoregressive(target: Distributions, length: int) -> np.ndarray:
+def autoregressive(target, length):
     """Returns the target's own joint distribution of ``length`` tokens, ``[S, V**length]``."""
     joint = np.ones((target[0].shape[0], 1))
     for table in target[:length]:
@@ -44,9 +39,7 @@ def autoregressive(target: Distributions, length: int) -> np.ndarray:
     return joint
 
 
-def joint_distribution(
-    rule: Rule, target: Distributions, draft: Distributions, **options
-) -> np.ndarray:
+def joint_distribution(rule, target, draft, **options):
     """Returns the joint distribution of the first tokens that rounds of ``rule`` emit, ``[S,
     V**length]``; see `chain_rounds`.
     """
@@ -54,16 +47,16 @@ def joint_distribution(
 
 
 def chain_rounds(
-    rule: Rule,
-    target: Distributions,
-    draft: Distributions,
+    rule,
+    target,
+    draft,
     *,
-    num_tokens: int,
-    length: int,
-    num_drafted: Sequence[np.ndarray] | None = None,
-    shown: Distributions | None = None,
+    num_tokens,
+    length,
+    num_drafted=None,
+    shown=None,
     **options,
-) -> tuple[np.ndarray, list[tuple[np.ndarray, Rounds]]]:
+):
     """Chains rounds until ``length`` tokens are out; a round that emits more is cut.
 
     Args:
@@ -100,7 +93,7 @@ class Rounds:
     last_SXDNV: np.ndarray  # the distribution of the appended token, given the draft and n
 
     @property
-    def joint_SXDNV(self) -> np.ndarray:
+    def joint_SXDNV(self):
         """Returns the distribution of (draft, n, appended token)."""
         drafted = self.drafted_SXD[..., None, None]
         # A rule may be undefined only for drafts that are never drawn.
@@ -109,10 +102,10 @@ class Rounds:
         )
 
     @property
-    def expected_accepted_SX(self) -> np.ndarray:
+    def expected_accepted_SX(self):
         return self.joint_SXDNV.sum((2, 4)) @ np.arange(self.num_accepted_SXDN.shape[-1])
 
-    def emitted(self, n: int) -> np.ndarray:
+    def emitted(self, n):
         """Returns the joint probability of n accepted tokens and n + 1 emitted ones, [S, X,
         V**(n+1)].
         """
@@ -123,16 +116,16 @@ class Rounds:
 
 
 def enumerate_round(
-    rule: Rule,
-    target: Distributions,
-    draft: Distributions,
+    rule,
+    target,
+    draft,
     *,
-    num_tokens: int,
-    num_drafted: np.ndarray | None = None,
-    one_hot: bool = False,
-    shown: Distributions | None = None,
-    dtype: type = np.float64,
-) -> Rounds:
+    num_tokens,
+    num_drafted=None,
+    one_hot=False,
+    shown=None,
+    dtype=np.float64,
+):
     """Enumerates one round from every prefix of ``target[0]``, whose length need not be zero.
 
     Args:
@@ -166,7 +159,7 @@ def enumerate_round(
         else along_drafts(shown, num_tokens, num_tokens)
     )
 
-    def flat(x: np.ndarray, rank: int) -> np.ndarray:  # one row per scenario, prefix and draft
+    def flat(x, rank):  # one row per scenario, prefix and draft
         tail = x.shape[x.ndim - rank :]
         return np.broadcast_to(x, shape + tail).reshape((np.prod(shape),) + tail)
 
@@ -195,7 +188,7 @@ def enumerate_round(
     )
 
 
-def along_drafts(distributions: Distributions, steps: int, num_tokens: int) -> np.ndarray:
+def along_drafts(distributions, steps, num_tokens):
     """Returns the distributions after the first 0, 1, .. tokens of each draft of each prefix, ``[S,
     X, D, steps, V]``.
     """
@@ -211,21 +204,21 @@ def along_drafts(distributions: Distributions, steps: int, num_tokens: int) -> n
 class Given(TargetDistributions):
     """Target distributions that are already warped and normalised."""
 
-    def __init__(self, target_log_probs: jax.Array, draft: Draft):
+    def __init__(self, target_log_probs, draft):
         super().__init__(logits_BTV=target_log_probs, warp=chain(), draft=draft)
 
-    def all(self) -> jax.Array:
+    def all(self):
         return self.logits_BTV
 
 
 def split(
-    rule: Rule,
-    tokens: np.ndarray,
-    num_drafted: np.ndarray,
-    log_probs: np.ndarray | None,
-    target: np.ndarray,
-    dtype: type = np.float64,
-) -> tuple[np.ndarray, np.ndarray]:
+    rule,
+    tokens,
+    num_drafted,
+    log_probs,
+    target,
+    dtype=np.float64,
+):
     """Returns ``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V],
     computed in ``dtype``.
     """
@@ -236,9 +229,7 @@ def split(
     return acceptance, residual
 
 
-def in_chunks(
-    function: Callable, rule: Rule, draft: Draft, target: np.ndarray
-) -> tuple[np.ndarray, ...]:
+def in_chunks(function, rule, draft, target):
     """Returns the arrays of ``function(rule, draft, target)``, in float64 or as given, in chunks of
     one shape.
     """
@@ -253,7 +244,7 @@ def in_chunks(
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
-def _split(rule: Rule, draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split(rule, draft, target):
     batch, outcomes, _ = target.shape
 
     def residual(n):

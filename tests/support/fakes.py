@@ -100,10 +100,8 @@ class LayeredTableLM(LayeredModel):
         )
 
     def embed(self, weights, tokens_BT, start_B, cache, *, block=None):
-        zeros_BTV = jnp.zeros((*tokens_BT.shape, self.vocab_size))
-        return jnp.concatenate(
-            [tokens_BT[..., None].astype(jnp.float32), zeros_BTV], axis=-1
-        ), cache
+        tokens_BT1 = tokens_BT[..., None].astype(jnp.float32)
+        return jnp.pad(tokens_BT1, ((0, 0), (0, 0), (0, self.vocab_size))), cache
 
     def layers(self, weights, x_BTD, start_B, cache, first, last, *, hidden_layers=(), block=None):
         tokens_BT = x_BTD[..., 0].astype(jnp.int32)
@@ -124,20 +122,6 @@ class LayeredTableLM(LayeredModel):
         return tuple(
             TableLM(self.vocab_size).compact(layer, start_B, rows_BT, num_rows) for layer in cache
         )
-
-    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
-        x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache)
-        x_BTD, cache, hidden = self.layers(
-            weights,
-            x_BTD,
-            start_B,
-            cache,
-            0,
-            self.num_layers,
-            hidden_layers=hidden_layers,
-            block=block,
-        )
-        return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 
 
 def random_table(seed, vocab_size, scale=1.0):
@@ -161,7 +145,7 @@ def prefix_tables(table, warp, prompt, depth, penalised=None):
         with a state.
 
     Returns:
-      `Distributions` of support.enumeration, of one scenario.
+      Tables as in support.enumeration, of one scenario.
     """
     vocab_size, logits = table.shape[-1], np.asarray(table)
     texts = [list(itertools.product(range(vocab_size), repeat=length)) for length in range(depth)]

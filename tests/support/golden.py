@@ -33,7 +33,7 @@ class Golden:
     logits_BTV: np.ndarray
     greedy_BT: np.ndarray  # tokens after the first PROMPT ones
 
-    def write_checkpoint(self, folder: pathlib.Path) -> pathlib.Path:
+    def write_checkpoint(self, folder):
         """Writes the model as a folder in the format of the hub."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
@@ -45,7 +45,7 @@ class Golden:
 
 
 @functools.cache
-def read(name: str) -> Golden:
+def read(name):
     path = FOLDER / f"{name}.safetensors"
     with safetensors.safe_open(path, framework="numpy") as file:
         described = {key: json.loads(value) for key, value in file.metadata().items()}
@@ -53,7 +53,7 @@ def read(name: str) -> Golden:
     return Golden(config=described["config"], shapes=shapes, **load_file(path))
 
 
-def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def weights(name, shape):
     """Returns uniform weights, so large that attention is neither flat nor on a single token."""
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
     noise = ((raw >> 40).astype(np.float64) / 2**24 - 0.5) * math.sqrt(12)

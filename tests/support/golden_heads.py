@@ -23,16 +23,14 @@ ASSISTANT = FOLDER / "assistants" / "gemma4.safetensors"
 MAPS = ("d2t", "t2d")
 
 
-def read(name: str, source: pathlib.Path = FOLDER) -> tuple[dict, dict[str, np.ndarray]]:
+def read(name, source=FOLDER):
     """Returns the head's configuration and shapes, and the arrays of its golden file."""
     path = source / f"{name}.safetensors"
     with safetensors.safe_open(path, framework="numpy") as file:
         return {key: json.loads(value) for key, value in file.metadata().items()}, load_file(path)
 
 
-def write_head(
-    name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER
-) -> dict[str, np.ndarray]:
+def write_head(name, folder, source=FOLDER):
     """Writes the head as a folder; returns hidden states ``[1, T, 3 D]``, tokens and logits."""
     described, arrays = read(name, source)
     tensors = {
@@ -45,7 +43,7 @@ def write_head(
     return arrays
 
 
-def write_again(folder: pathlib.Path, head, params, target):
+def write_again(folder, head, params, target):
     """Writes a head that was read from "theirs", and checks that its tensors and fields are equal.
 
     Returns the written head, opened.
@@ -71,7 +69,7 @@ EAGLE1 = TOY | dict(architectures=["LlamaForCausalLM"], model_type="llama", bias
 EAGLE3 = TOY | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=6)
 
 
-def _layer(prefix: str, query_width: int) -> dict[str, tuple[int, ...]]:
+def _layer(prefix, query_width):
     heads = {"q": (8, query_width), "k": (4, query_width), "v": (4, query_width), "o": (8, 8)}
     inner = {"gate": (12, 8), "up": (12, 8), "down": (8, 12)}
     return {

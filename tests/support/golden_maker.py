@@ -21,7 +21,7 @@ ROWS, LENGTH = 2, 24
 AS_QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
 
 
-def make(config: dict) -> golden.Golden:
+def make(config):
     """Returns the golden file's content of a model; a MiMo, which transformers lacks, is a Qwen 2
     with one more module.
     """
@@ -66,7 +66,7 @@ def make(config: dict) -> golden.Golden:
     return golden.Golden(config=config, **content, logits_BTV=logits_BTV, greedy_BT=greedy_BT)
 
 
-def module_shapes(shapes: dict, width: int) -> dict:
+def module_shapes(shapes, width):
     """Returns the shapes of a MiMo's module, which test_mimo.py describes."""
     prefix = "model.mtp_layers.0"
     module = {
@@ -79,7 +79,7 @@ def module_shapes(shapes: dict, width: int) -> dict:
     return module | {f"{prefix}.input_proj.weight": (width, 2 * width)}
 
 
-def write(name: str, made: golden.Golden) -> None:
+def write(name, made):
     arrays = dict(tokens_BT=made.tokens_BT, logits_BTV=made.logits_BTV, greedy_BT=made.greedy_BT)
     described = dict(config=json.dumps(made.config), shapes=json.dumps(made.shapes))
     save_file(arrays, golden.FOLDER / f"{name}.safetensors", metadata=described)

@@ -32,8 +32,11 @@ class LayeredTable(TableLM, LayeredModel):
 
     def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
         output = super().__call__(weights, tokens_BT, start_B, cache, block=block)
-        hidden = tuple(waves(tokens_BT, 0.9 + layer) for layer in hidden_layers)
+        hidden = tuple(self.state(tokens_BT, layer) for layer in hidden_layers)
         return dataclasses.replace(output, hidden=hidden)
+
+    def state(self, tokens_BT, layer):
+        return waves(tokens_BT, 0.9 + layer)
 
     def embed(self, weights, tokens_BT, start_B, cache, *, block=None):
         return waves(tokens_BT, 0.5), cache
@@ -121,11 +124,8 @@ class ShowsTokens(LayeredTable):
 
     width = 1
 
-    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
-        output = super().__call__(weights, tokens_BT, start_B, cache, block=block)
-        return dataclasses.replace(
-            output, hidden=tuple(tokens_BT[..., None] * 10.0**i for i in hidden_layers)
-        )
+    def state(self, tokens_BT, layer):
+        return tokens_BT[..., None] * 10.0**layer
 
 
 def weights_of(head, seed=0):
@@ -148,8 +148,26 @@ def look_up(table, context):
 UNKNOWN = -1.0
 
 
+class OfTables:
+    """Methods of heads whose parameters are tables, and whose embeddings are tokens."""
+
+    def prepare(self, params):
+        return params
+
+    def embed(self, weights, tokens_BT):
+        return tokens_BT[..., None] * 1.0
+
+    def expand(self, weights, logits, kernels=None):
+        return logits
+
+
+def unknown_entries(batch, slots):
+    unknown = jnp.full((batch, 1, slots, 1), UNKNOWN)
+    return KVCache(keys_BMSH=unknown, values_BMSH=unknown + 0)
+
+
 @dataclasses.dataclass(frozen=True)
-class TableHead(FeatureHead):
+class TableHead(OfTables, FeatureHead):
     """Looks up the target's logits by a token and the two features before it, the first one cached.
 
     Right features thus give the target's own distribution, and acceptance 1. A returned feature
@@ -157,18 +175,11 @@ class TableHead(FeatureHead):
     feature harms the next round.
     """
 
-    def prepare(self, params):
-        return params
-
     def init_cache(self, batch, slots):
-        zeros = jnp.full((batch, 1, slots, 1), UNKNOWN)
-        return KVCache(keys_BMSH=zeros, values_BMSH=zeros + 0)
+        return unknown_entries(batch, slots)
 
     def fuse(self, weights, hidden):
         return jnp.pad(hidden[0], ((0, 0), (0, 0), (0, 3)))
-
-    def embed(self, weights, tokens_BT):
-        return tokens_BT[..., None] * 1.0
 
     def __call__(self, weights, embedded_BTD, features_BTD, start_B, cache, block=None):
         new_BMTH = features_BTD[:, None, :, :1]
@@ -183,9 +194,6 @@ class TableHead(FeatureHead):
 
     def logits(self, weights, features_BTD, of_target, offset=0):
         return look_up(weights, features_BTD[..., 1:])
-
-    def expand(self, weights, logits, kernels=None):
-        return logits
 
 
 def table_head(vocab_size, layer=0):
@@ -203,7 +211,7 @@ def table_head(vocab_size, layer=0):
 
 
 @dataclasses.dataclass(frozen=True)
-class TableBlock(BlockHead):
+class TableBlock(OfTables, BlockHead):
     """Looks up the target's logits by the pending token and the two tokens of the context before
     it, from its cache.
 
@@ -212,18 +220,11 @@ class TableBlock(BlockHead):
     high only after token 0.
     """
 
-    def prepare(self, params):
-        return params
-
     def init_cache(self, batch, slots):
-        zeros = jnp.full((batch, 1, slots, 1), UNKNOWN)
-        return (KVCache(keys_BMSH=zeros, values_BMSH=zeros + 0),)
+        return (unknown_entries(batch, slots),)
 
     def fuse(self, weights, hidden):
         return hidden[0]
-
-    def embed(self, weights, tokens_BT):
-        return tokens_BT[..., None] * 1.0
 
     def read(self, weights, features_BTD, start_B, caches):
         return (caches[0].append(features_BTD[:, None], features_BTD[:, None], start_B),)
@@ -241,9 +242,6 @@ class TableBlock(BlockHead):
     def logits(self, weights, features_BTD, of_target, offset=0):
         logits_BTV = look_up(weights, features_BTD)
         return jnp.where(jnp.arange(logits_BTV.shape[1])[None, :, None] == 0, logits_BTV, 0.0)
-
-    def expand(self, weights, logits, kernels=None):
-        return logits
 
     def begin(self, weights, batch):
         return jnp.full((batch, 3), UNKNOWN)

@@ -45,7 +45,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [3]]
 CALL = {"max_new_tokens": 12, "sampling": chain(temperature(0.8), top_p(0.9)), "num_samples": 2}
 
 
-def pair() -> Pair:
+def pair():
     params = [drawn_params(model, seed) for seed, model in enumerate((TARGET, DRAFT))]
     return Pair(target=TARGET, target_params=params[0], draft=DRAFT, draft_params=params[1])
 
@@ -55,11 +55,11 @@ def mesh(*sizes):
     return make_mesh(*sizes, devices=[jax.devices()[3 * i % 8] for i in range(8)])
 
 
-def tokens(completions) -> list[list[int]]:
+def tokens(completions):
     return [completion.tokens for completion in completions]
 
 
-def decode(folder: pathlib.Path) -> None:
+def decode(folder):
     """Decodes with one model over both processes, and with sequences split between them."""
     # Clocks differ; the chosen K and the repeats of a phase must not.
     assert distributed.gather_objects(1.0 + jax.process_index())[0] == 1.0
@@ -89,7 +89,7 @@ def decode(folder: pathlib.Path) -> None:
     np.save(folder / f"decoded{jax.process_index()}.npy", results, allow_pickle=True)
 
 
-def serve(over_both) -> list[list[int]]:
+def serve(over_both):
     """Serves requests of the first process; cancelled and failing ones end in both processes."""
     service = Service(
         over_both,
@@ -134,14 +134,14 @@ def sharded_params(over):
     return model, jax.jit(model.init)(jax.random.key(5))
 
 
-def save(folder: pathlib.Path) -> None:
+def save(folder):
     _, params = sharded_params(mesh(1, 8))
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(3, params=params, rest={"step": np.int32(3)})
     checkpoints.close()
 
 
-def restore(folder: pathlib.Path) -> None:
+def restore(folder):
     """Restores the checkpoint of `save`, of a different layout, straight into this layout."""
     model, expected = sharded_params(mesh(4, 2))
     shapes = jax.eval_shape(TARGET.init, jax.random.key(5))
@@ -164,7 +164,7 @@ def restore(folder: pathlib.Path) -> None:
     (folder / f"restored{jax.process_index()}").touch()
 
 
-def checkpoint(folder: pathlib.Path) -> None:
+def checkpoint(folder):
     """Reads a public checkpoint, half in each process, and again after both have converted it."""
     asked, read = [], Tensor.read
     Tensor.read = lambda self, index: asked.append(read(self, index)) or asked[-1]
@@ -186,7 +186,7 @@ def checkpoint(folder: pathlib.Path) -> None:
     (folder / f"read{jax.process_index()}").touch()
 
 
-def die(folder: pathlib.Path, dying: int) -> None:
+def die(folder, dying):
     """Ends one process silently; the second process continues."""
     if jax.process_index() == dying:
         os._exit(0)
@@ -194,7 +194,7 @@ def die(folder: pathlib.Path, dying: int) -> None:
         distributed.gather_objects("alive")
 
 
-def die_caught(folder: pathlib.Path) -> None:
+def die_caught(folder):
     """Ends like `die`, but the survivor ends as in launch/lib/entry.py."""
     try:
         die(folder, 1)
@@ -202,7 +202,7 @@ def die_caught(folder: pathlib.Path) -> None:
         distributed.end_now("a computation failed")
 
 
-def work(folder: pathlib.Path) -> None:
+def work(folder):
     """Runs everything that ends well, in one job."""
     decode(folder)
     save(folder / "two")

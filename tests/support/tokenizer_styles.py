@@ -14,8 +14,8 @@ TEXTS = [(ASSETS / "python" / name).read_text() for name in PROMPTS]
 TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
 STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
 # Bytes without a first space; added tokens of spaces; SentencePiece's Unigram without and with
-# bytes; tokenizers that are not of language models.
-OTHER_STYLES = ("stripped", "gemma3", "t5", "chatglm", "bert", "gpt1", "words")
+# bytes; words without a decoder.
+OTHER_STYLES = ("stripped", "gemma3", "t5", "chatglm", "words")
 SPACE = "▁"
 
 
@@ -94,22 +94,10 @@ def other_tokenizer(style):
         if style == "chatglm":
             text.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
         return JsonTokenizer.from_tokenizer(text, "</s>")
+    text = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
+    text.pre_tokenizer = pre_tokenizers.Whitespace()
     options = dict(special_tokens=["</s>", "<unk>"], vocab_size=600, show_progress=False)
-    if style == "bert":
-        text = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
-        text.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        text.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(**options)
-    elif style == "gpt1":
-        text = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-        text.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        text.decoder = decoders.BPEDecoder("</w>")
-        trainer = trainers.BpeTrainer(end_of_word_suffix="</w>", **options)
-    else:
-        text = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
-        text.pre_tokenizer = pre_tokenizers.Whitespace()
-        trainer = trainers.WordLevelTrainer(**options)
-    text.train_from_iterator(TEXTS, trainer)
+    text.train_from_iterator(TEXTS, trainers.WordLevelTrainer(**options))
     return JsonTokenizer.from_tokenizer(text, "</s>")
 
 

@@ -1,7 +1,6 @@
 """Random parameters for tests that need no particular values."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,19 @@ from specsamp.models.heads import DRAFT_IDS
 
 
 @functools.lru_cache
-def shapes_of(model: Any) -> Any:
+def shapes_of(model):
     """Returns the shapes of a model's parameters."""
     return jax.eval_shape(model.init, jax.random.key(0))
 
 
-def _fan_in(name: str, shape: tuple[int, ...]) -> int:
+def _fan_in(name, shape):
     """Returns the approximate number of terms of a sum over this weight."""
     if name == "output" and len(shape) == 3:
         return 2 * shape[0] * shape[1]
     return shape[-1] if name.endswith("embedding") or name == "output" else shape[-2 % len(shape)]
 
 
-def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
+def drawn_params(model, seed=0, noise=0.0):
     """Returns parameters with the distribution of `init`, drawn by NumPy: this saves compilation,
     which takes a second a shape.
 
@@ -35,7 +34,7 @@ def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
     """
     random = np.random.default_rng(seed)
 
-    def draw(path: Any, leaf: Any) -> jax.Array:
+    def draw(path, leaf):
         name = jax.tree_util.keystr(path[-1:], simple=True)
         if name == DRAFT_IDS:
             return jnp.arange(leaf.shape[0], dtype=leaf.dtype)

@@ -19,6 +19,7 @@ from specsamp.models.config import tiny
 from specsamp.models.dflash import BlockConfig
 from specsamp.training.block_heads import TrainBlock, pace_weights
 from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
+from support.refusals import refused_arguments
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 2, 4, 3
@@ -72,7 +73,7 @@ def test_training_block_has_the_inputs_of_decoding(head, target_params):
     anchors = task._choose_anchors(TOKENS, KEY)
     assert anchors.min() >= 1
     assert anchors.max() + SIZE <= LENGTH
-    assert len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
+    assert len(set(anchors[0].tolist())) == ANCHORS
     rows, stream, _ = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
     logits = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
     reader = FirstTokenReader(TARGET, head, corrected=False)
@@ -181,20 +182,19 @@ def test_a_mesh_of_eight_learns_the_same(target_params):
     jax.tree.map(functools.partial(assert_allclose, atol=1e-3), params, alone)
 
 
-@pytest.mark.parametrize(
-    "fields, told",
-    [
-        (dict(anchors=LENGTH), "have room for 10 blocks of 4, fewer than test_time.anchors 14"),
-        (dict(chunk=2), "test_time.chunk 2 does not divide test_time.anchors 3"),
-        (dict(test_steps=5), "test_time.test_steps is 5, but the head drafts 4 tokens at most"),
-        (dict(marginals=-1), "test_time.marginals"),
-        (dict(pace=1.5), r"test_time.pace must be .*got 1.5"),
-        (dict(objective="cross_entropy"), "objective must be one of .*dspark; got 'cross_entropy'"),
-    ],
+def choose_anchors(**fields):
+    given = dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS)
+    TrainBlock(**given | fields)._choose_anchors(TOKENS, None)
+
+
+test_refused_block_trainings = refused_arguments(
+    choose_anchors,
+    {
+        "have room for 10 blocks of 4, fewer than test_time.anchors 14": dict(anchors=LENGTH),
+        "test_time.chunk 2 does not divide test_time.anchors 3": dict(chunk=2),
+        "test_time.test_steps is 5, but the head drafts 4 tokens at most": dict(test_steps=5),
+        "test_time.marginals": dict(marginals=-1),
+        "test_time.pace must be .*got 1.5": dict(pace=1.5),
+        "objective must be one of .*dspark; got 'cross_entropy'": dict(objective="cross_entropy"),
+    },
 )
-def test_blocks_that_do_not_fit_are_refused(fields, told):
-    with pytest.raises(ValueError, match=told):
-        task = TrainBlock(
-            **dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS) | fields
-        )
-        task._choose_anchors(TOKENS, None)

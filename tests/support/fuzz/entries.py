@@ -43,10 +43,9 @@ def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
     """
     setting = stream.setting
     expected = ask.tokens
-    depends = setting.adapts and ask.heat > 0 and not isinstance(setting.rule, CoupledRule)
-    if depends and begins is None:
-        return
-    if depends:
+    if depends_on_lengths(setting, ask):
+        if begins is None:
+            return
         expected = replay(setting, ask, begins)
         finish = None
         rounds = None
@@ -56,6 +55,11 @@ def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
         raise Different(f"{setting.name}: ends by {finish} instead of {ask.finish}\n  of {ask}")
     if rounds is not None and ask.rounds is not None and rounds != ask.rounds:
         raise Different(f"{setting.name}: {rounds} rounds instead of {ask.rounds}\n  of {ask}")
+
+
+def depends_on_lengths(setting, ask):
+    """Returns whether the text of a request depends on adaptive draft lengths."""
+    return setting.adapts and ask.heat > 0 and not isinstance(setting.rule, CoupledRule)
 
 
 def of_call(stream, num_samples=1):
@@ -208,9 +212,7 @@ def conversation(stream):
 
 def check_beginning(stream, ask, tokens):
     """Compares the tokens of an abandoned request with the beginning of its text."""
-    depends = (
-        stream.setting.adapts and ask.heat > 0 and not isinstance(stream.setting.rule, CoupledRule)
-    )
+    depends = depends_on_lengths(stream.setting, ask)
     if not depends and tuple(tokens) != ask.tokens[: len(tokens)]:
         raise Different(
             f"{stream.setting.name}: begins with {tokens} instead of {list(ask.tokens)}\n  of {ask}"

@@ -246,25 +246,27 @@ def alone(setting, prompt, heat, address, draft_length):
 
 
 def _decode(setting, drafter, prompt, heat, address, draft_length):
+    engine, request, state = _begin(
+        setting, drafter, prompt, setting.most_budget, heat, address, draft_length
+    )
+    state = engine.run(state)
+    (text,) = engine.take(state, [request])
+    emitted = slice(len(prompt), len(prompt) + len(text.tokens))
+    return tuple(text.tokens), tuple(jax.device_get(state.rounds_BS)[0, emitted].tolist())
+
+
+def _begin(setting, drafter, prompt, budget, heat, address, draft_length=None):
+    """Returns an engine, a request, and the state after prefill of the request alone."""
     engine, method = _engine(
         setting.pair, drafter, setting.rule, setting.slots, setting.most_budget
     )
     seed, prompt_id, sample = address
     method = dataclasses.replace(method, sampling=chain(temperature(heat)))
     (request,) = make_requests(
-        setting.pair,
-        method,
-        [list(prompt)],
-        setting.most_budget,
-        seed=seed,
-        prompt_ids=[prompt_id],
-        stop=[],
+        setting.pair, method, [list(prompt)], budget, seed=seed, prompt_ids=[prompt_id], stop=[]
     )
     request = dataclasses.replace(request, sample_index=sample, draft_length=draft_length)
-    state = engine.run(engine.prefill([request], width=setting.most_prompt))
-    (text,) = engine.take(state, [request])
-    emitted = slice(len(prompt), len(prompt) + len(text.tokens))
-    return tuple(text.tokens), tuple(jax.device_get(state.rounds_BS)[0, emitted].tolist())
+    return engine, request, engine.prefill([request], width=setting.most_prompt)
 
 
 @functools.cache
@@ -279,22 +281,9 @@ def _engine(pair, drafter, rule, slots, budget):
 
 def replay(setting, ask, begins):
     """Returns the tokens of a request alone, with draft lengths as recorded in ``begins``."""
-    engine, method = _engine(
-        setting.pair, setting.drafter, setting.rule, setting.slots, setting.most_budget
+    engine, request, state = _begin(
+        setting, setting.drafter, ask.prompt, ask.budget, ask.heat, ask.address
     )
-    seed, prompt_id, sample = ask.address
-    method = dataclasses.replace(method, sampling=chain(temperature(ask.heat)))
-    (request,) = make_requests(
-        setting.pair,
-        method,
-        [list(ask.prompt)],
-        ask.budget,
-        seed=seed,
-        prompt_ids=[prompt_id],
-        stop=[],
-    )
-    request = dataclasses.replace(request, sample_index=sample)
-    state = engine.prefill([request], width=setting.most_prompt)
     for begin in begins:
         if begin:
             lengths_B = jnp.full_like(state.request.draft_lengths_B, begin - 1)
