@@ -5,7 +5,7 @@ import pytest
 
 from launch.studies import orders, serving
 from specsamp import SamplingRequest
-from support.services import make_service
+from support.services import make_service, running
 
 
 def test_minute_counts_its_tokens_and_longest_waits():
@@ -19,12 +19,9 @@ def test_minute_counts_its_tokens_and_longest_waits():
 
 
 def test_requests_are_timed_from_their_arrival():
-    service = make_service()
-    service.start()
     requests = [SamplingRequest(prompts=["ab"], max_new_tokens=count) for count in (1, 3)]
-    seconds = orders.serve(service, requests, [0.0, 0.2])
-    service.close()
-    service.join()
+    with running(make_service()) as service:
+        seconds = orders.serve(service, requests, [0.0, 0.2])
     assert seconds.shape == (2,) and (seconds > 0).all()
 
 
@@ -50,10 +47,7 @@ def test_orders_are_compared_trial_by_trial():
 
 
 def test_failed_request_ends_the_study_of_orders():
-    service = make_service()
-    service.start()
-    service.batch.runner.begin = None
-    with pytest.raises(RuntimeError, match="a request failed"):
-        orders.serve(service, [SamplingRequest(prompts=["ab"], max_new_tokens=1)], [0.0])
-    service.close()
-    service.join()
+    with running(make_service()) as service:
+        service.batch.runner.begin = None
+        with pytest.raises(RuntimeError, match="a request failed"):
+            orders.serve(service, [SamplingRequest(prompts=["ab"], max_new_tokens=1)], [0.0])

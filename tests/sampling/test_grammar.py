@@ -29,7 +29,7 @@ from specsamp.mesh.sharded import shard
 from specsamp.sampling import grammar as module
 from specsamp.sampling.grammar import FREE, Follow, grammar
 from specsamp.sampling.warp import register_warp
-from specsamp.serving.answer import Failed, Unmet
+from specsamp.serving.answer import Unmet
 from specsamp.serving.openai_replies import Reply
 from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
@@ -44,7 +44,7 @@ from support.fakes import (
 )
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
 from support.refusals import refusal
-from support.services import submit
+from support.services import Caller, running, submit
 
 pytestmark = extras.needs("llguidance")
 
@@ -199,12 +199,9 @@ def serve(pair, **options):
 
 
 def ask(service, text, **options):
-    pieces = queue.SimpleQueue()
-    submit(service, [text], 12, deliver=pieces.put, **options)
-    chunk = pieces.get(timeout=300)
-    if isinstance(chunk, Failed):
-        raise chunk
-    return BYTES.decode([token for token in chunk.tokens if token < 256]), chunk.finish
+    """Returns the text and the finish of a request."""
+    ((_, finish, written),) = Caller(service, [text], 12, **options).wait()
+    return written, finish
 
 
 def test_requests_bring_grammars_and_give_them_back():
@@ -216,28 +213,21 @@ def test_requests_bring_grammars_and_give_them_back():
     gc.collect()  # drops grammars of earlier tests
     module._TEXTS.after([FREE], [0])
     held = len(module._TEXTS._texts)
-    service.start()
-    try:
-        cold = dict(sampling=make_warp({"temperature": 0}))
-        assert ask(service, "a", grammar=("regex", "bcd[egx]{3}!"), **cold) == ("bcdeee!", "stop")
+    with running(service):
+        assert ask(service, "a", grammar=("regex", "bcd[egx]{3}!")) == ("bcdeee!", "stop")
         schema = {"enum": ["bc", "bd"]}
-        assert ask(service, "a", grammar=("json_schema", schema), **cold) == ('"bc"', "stop")
+        assert ask(service, "a", grammar=("json_schema", schema)) == ('"bc"', "stop")
         long = dict(grammar=("regex", "bc"), min_tokens=6)
-        assert ask(service, "a", **long, **cold) == ("bc", "stop"), "nothing else is allowed"
-        with pytest.raises(
-            Unmet, match="a text cannot follow its grammar: parser error: Too many items"
-        ):
-            ask(service, "a", grammar=("lark", 'start: "b" start'), **cold)
+        assert ask(service, "a", **long) == ("bc", "stop"), "nothing else is allowed"
+        with refusal("a text cannot follow its grammar: parser error: Too many items", Unmet):
+            ask(service, "a", grammar=("lark", 'start: "b" start'))
         with refusal("regex is not understood"):
             submit(service, ["a"], 4, deliver=print, grammar=("regex", "["))
         with refusal("needs a token that ends its texts"):
             submit(service, ["a"], 4, deliver=print, ignore_eos=True, grammar=("regex", "a"))
-        assert ask(service, "a", **cold) == ("bcdefghijklm", "length"), (
+        assert ask(service, "a") == ("bcdefghijklm", "length"), (
             "and nobody holds the requests before it"
         )
-    finally:
-        service.close()
-        service.join()
     gc.collect()
     module._TEXTS.after([FREE], [0])
     assert len(module._TEXTS._texts) == held
@@ -261,16 +251,13 @@ def test_required_tool_call_is_written(choice, streams):
     }
     asked = read_request(document | {"stream": streams}, is_chat=True, model="m")
     chunks, shown = queue.SimpleQueue(), []
-    service.start()
-    try:
+    with running(service):
         answer = submit(
             service, ["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams
         )
         reply = Reply(asked, answer, "m", exact=True)
         while not reply.is_complete:
             shown += filter(None, [reply.chunk(chunks.get(timeout=300))])
-    finally:
-        service.close()
     choices = [one["choices"][0] for one in shown] if streams else reply.whole()["choices"]
     message = choices[-1]["delta" if streams else "message"]
     finish = choices[-1]["finish_reason"]

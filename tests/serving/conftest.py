@@ -2,13 +2,10 @@
 
 import pytest
 
-from support.services import make_service
+from support.services import make_service, running
 
 
 @pytest.fixture(scope="module")
 def service():
-    made = make_service()
-    made.start()
-    yield made
-    made.close()
-    made.join()
+    with running(make_service()) as made:
+        yield made

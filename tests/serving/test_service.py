@@ -1,12 +1,11 @@
 """Requests at any time: completions are the same as alone; no caller or error blocks them."""
 
 import functools
-import queue
 import threading
 
 import pytest
 
-from specsamp import Method, NoDrafter, SamplingRequest, generate_many
+from specsamp import Method, NoDrafter, generate_many
 from specsamp.decoding.engine import Engine
 from specsamp.serving.answer import Failed
 from specsamp.serving.batch import Batch
@@ -14,7 +13,17 @@ from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import compiled_programs
 from support.refusals import refusal, refused_arguments
-from support.services import CONTEXT, PAIR, alone, compile_all, make_service, submit
+from support.services import (
+    CONTEXT,
+    PAIR,
+    Caller,
+    alone,
+    compile_all,
+    make_service,
+    running,
+    sampling_request,
+    submit,
+)
 from support.services import METHOD as QUEUE
 
 METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}))
@@ -24,39 +33,8 @@ METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}))
 def service():
     made = make_service()
     compile_all(made.batch)
-    made.start()
-    yield made
-    made.close()
-    made.join()
-
-
-def sampling_request(prompts, budget=8, temperature=0.0, top_p=1.0, **options):
-    sampling = make_warp({"temperature": temperature, "top_p": top_p})
-    return SamplingRequest(prompts=prompts, max_new_tokens=budget, sampling=sampling, **options)
-
-
-class Caller:
-    """A caller with one request, whose chunks it collects by row."""
-
-    def __init__(self, service, prompts, budget=8, **options):
-        self.pieces = queue.SimpleQueue()
-        request = sampling_request(prompts, budget, **options)
-        self.num_samples = request.num_samples
-        self.answer = service.submit(request, self.pieces.put)
-        self.got = [[] for _ in self.answer.requests]
-
-    def wait(self):
-        """Returns tokens, finish and text of each row."""
-        while not all(pieces and pieces[-1].finish for pieces in self.got):
-            piece = self.pieces.get(timeout=120)
-            if isinstance(piece, Failed):
-                raise piece
-            self.got[piece.prompt_index * self.num_samples + piece.sample_index].append(piece)
-        texts = []
-        for request, pieces in zip(self.answer.requests, self.got):
-            tokens = sum((piece.tokens for piece in pieces), [])
-            texts.append((tokens, pieces[-1].finish, request.text_stream().push(tokens, True)))
-        return texts
+    with running(made):
+        yield made
 
 
 def of(completions):

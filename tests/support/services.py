@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import queue
 import threading
 import time
 
 from specsamp import SamplingRequest, generate
 from specsamp.decoding.method import make_method
+from specsamp.serving.answer import Failed
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from specsamp.serving.sizes import Chunks, Resize, ScoreChunks
@@ -47,6 +49,46 @@ def submit(service, prompts, budget, deliver, **options):
     """Queues a request, and returns its answer."""
     request = SamplingRequest(prompts=prompts, max_new_tokens=budget, **options)
     return service.submit(request, deliver)
+
+
+def sampling_request(prompts, budget=8, temperature=0.0, top_p=1.0, **options):
+    sampling = make_warp({"temperature": temperature, "top_p": top_p})
+    return SamplingRequest(prompts=prompts, max_new_tokens=budget, sampling=sampling, **options)
+
+
+class Caller:
+    """A caller with one request, whose chunks it collects by row."""
+
+    def __init__(self, service, prompts, budget=8, **options):
+        self.pieces = queue.SimpleQueue()
+        request = sampling_request(prompts, budget, **options)
+        self.num_samples = request.num_samples
+        self.answer = service.submit(request, self.pieces.put)
+        self.got = [[] for _ in self.answer.requests]
+
+    def wait(self):
+        """Returns tokens, finish and text of each row."""
+        while not all(pieces and pieces[-1].finish for pieces in self.got):
+            piece = self.pieces.get(timeout=120)
+            if isinstance(piece, Failed):
+                raise piece
+            self.got[piece.prompt_index * self.num_samples + piece.sample_index].append(piece)
+        texts = []
+        for request, pieces in zip(self.answer.requests, self.got):
+            tokens = sum((piece.tokens for piece in pieces), [])
+            texts.append((tokens, pieces[-1].finish, request.text_stream().push(tokens, True)))
+        return texts
+
+
+@contextlib.contextmanager
+def running(service):
+    """Starts a service, and ends it."""
+    service.start()
+    try:
+        yield service
+    finally:
+        service.close()
+        service.join()
 
 
 def alone(

@@ -29,7 +29,7 @@ from specsamp.serving.answer import Failed
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fuzz.streams import Different, asks, replay
-from support.services import serving
+from support.services import running, serving
 from support.services import submit as submit_request
 
 SLICES = 2000  # more than any stream takes
@@ -337,14 +337,9 @@ def endpoint(stream):
     """Decodes with the HTTP endpoint, all requests at once."""
     with small_sizes():
         service = make_service(stream.setting, stream.rows)
-        service.start()
     found = asks(stream, lambda number: (stream.seed + number, 0, 0), own_lengths=True)
-    try:
-        with serving(service) as server, ThreadPoolExecutor(len(found)) as threads:
-            replies = list(threads.map(lambda ask: post_completion(server, ask), found))
-    finally:
-        service.close()
-        service.join()
+    with running(service), serving(service) as server, ThreadPoolExecutor(len(found)) as threads:
+        replies = list(threads.map(lambda ask: post_completion(server, ask), found))
     for ask, (text, finish) in zip(found, replies):
         if (text, finish) != (ask.text, ask.finish):
             raise Different(f"{text!r}, {finish} instead of {ask.text!r}, {ask.finish}\n  of {ask}")
