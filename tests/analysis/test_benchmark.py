@@ -77,23 +77,6 @@ def test_counts_as_json_and_back():
     assert tables.rate_with_error(nothing) == ""
 
 
-class Remembers(NgramDrafter):
-    """Keeps its draft in its state until it is committed."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
-        return draft, (state, draft.tokens_BK), cache
-
-    def commit(self, weights, state, scored, cache):
-        return super().commit(weights, state[0], scored, cache)
-
-
-def test_calls_with_another_state_are_timed(pair):
-    method = Method(drafter=Remembers(K=2), rule=TokenRule(), sampling=SAMPLING)
-    split = benchmark(pair, method, WORK).split
-    assert min(part.lower for part in (split.draft, split.score, split.step)) > 0
-
-
 def test_calls_of_a_round_are_compared_per_turn():
     split = RoundSplit.of(draft=[1.0, 4.0], score=[3.0, 8.0], step=[2.0, 4.0])
     assert split.least_round.median == (4 / 2 + 12 / 4) / 2 and split.draft.median == 2.5

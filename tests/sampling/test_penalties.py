@@ -107,16 +107,8 @@ def test_biases_may_differ_by_row():
     assert np.array_equal(probs[:, 0], probs[:, 1])
 
 
-def test_biases_exclude_and_favour():
-    logits_BV = jnp.asarray([[1.0, 2.0, 3.0, 4.0]])
-    probs = np.exp(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV))[0]
-    np.testing.assert_allclose(
-        probs[[1, 2]], [np.e**1.5 / (1 + np.e**1.5), 1 / (1 + np.e**1.5)], rtol=1e-6
-    )
-    assert probs[0] == probs[3] == 0
-    assert ban(range(5)).tokens.shape == (1, 8), (
-        "padded, so that the number of biases seldom compiles"
-    )
+def test_the_number_of_biases_seldom_compiles():
+    assert ban(range(5)).tokens.shape == (1, 8), "padded"
 
 
 @pytest.mark.parametrize("sampling", [chain(greedy(), ban([0, 1, 2, 3])), chain(ban(range(12)))])

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from specsamp import BlockRule, CoupledRule, TokenRule, chain
 from specsamp.sampling import tree_rules
 from specsamp.sampling.rng import RoundKeys, row_keys
-from specsamp.sampling.rules import Draft, TargetDistributions, make_verdict
+from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.tree_rules import CHILDREN, KSeqRule, RecursiveRule, TraversalRule
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
@@ -298,20 +298,6 @@ def test_the_top_tokens_come_before_the_drawn_one():
     tokens = drawn(RecursiveRule("top_and_drawn"), 3)
     assert np.all(tokens[:, 0] == 0) and np.all(tokens[:, 1] == 1)
     assert np.mean(tokens[:, 2] == 2) == pytest.approx(0.75, abs=0.02)
-
-
-def test_the_path_of_a_verdict():
-    draft = Draft(
-        tokens_BK=jnp.asarray([[5, 6, 7]]),
-        num_drafted_B=jnp.asarray([3]),
-        parents_BK=jnp.asarray([[0, 0, 2]]),
-    )
-    verdict = make_verdict(draft, jnp.asarray([1]), jnp.asarray([9]), jnp.asarray([[0, 2, 3]]))
-    assert verdict.tokens_BT.tolist() == [[6, 9, -1]]
-    target = TargetDistributions(
-        logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft
-    )
-    assert target.along(verdict).logits_BTV[0, :, 0].tolist() == [0, 2, 3]
 
 
 test_refused_tree_rules = refused_calls(
