@@ -147,7 +147,7 @@ def test_last_batch_has_its_share_of_greedy_rows():
 @pytest.mark.parametrize(
     "kind, fields, message",
     [
-        ("draft", {"target": "no/run"}, "no training run at 'no/run'"),
+        ("draft", {"target": "no run"}, "no training run at 'no run'"),
         ("target", {"train.seed": -1}, "train.seed must be .* got -1"),
         ("target", {"data.pattern": "*.txt"}, r"nothing to train on: .*'\*.txt'"),
         (
