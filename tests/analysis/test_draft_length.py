@@ -88,10 +88,7 @@ def test_calibration_noise_differs_from_completions(pair, clocks):
 
 
 def test_choosing_a_length_without_jit_is_refused(pair):
-    with (
-        jax.disable_jit(),
-        refusal("choose K yourself under JAX_DISABLE_JIT"),
-    ):
+    with jax.disable_jit(), refusal("choose K yourself under JAX_DISABLE_JIT"):
         choose(pair)
 
 

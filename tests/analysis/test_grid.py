@@ -46,9 +46,7 @@ def key(**changes):
 
 def cell(**changes):
     return grid.Cell(
-        key=key(**changes),
-        method=Method(drafter=NgramDrafter(K=4)),
-        workload=Workload(),
+        key=key(**changes), method=Method(drafter=NgramDrafter(K=4)), workload=Workload()
     )
 
 
@@ -121,13 +119,7 @@ def test_cells_are_measured_again_only_on_request(tmp_path, outcomes):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        '{"identity": {}, "cells": [{"key": {}}]}',
-        "# A text",
-        "[" * 100_000,
-    ],
+    "text", ["[]", '{"identity": {}, "cells": [{"key": {}}]}', "# A text", "[" * 100_000]
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     """Results of another tool, damaged files and texts never move or change, even during a run."""

@@ -195,10 +195,7 @@ def test_windows_of_z_lab(tmp_path):
     kinds = ["sliding_attention", "full_attention"]
     window = dict(layer_types=kinds, dflash_config=DFLASH | dict(use_swa=True, swa_window_size=5))
     config = open_head(toy(tmp_path, ZLAB | window), TOY_TARGET).config
-    assert [config.layer.window_of(i) for i in range(2)] == [
-        5,
-        None,
-    ]
+    assert [config.layer.window_of(i) for i in range(2)] == [5, None]
     assert not config.windows_both_ways
 
 

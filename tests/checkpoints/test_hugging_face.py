@@ -177,9 +177,7 @@ def test_hub_model_is_downloaded_weights_last(original, params, monkeypatch, tmp
     checkpoint = open_checkpoint("someone/model", dtype="float32")
     assert asked == [False]
     jax.tree.map(
-        assert_array_equal,
-        read_params(checkpoint, TransformerLM(checkpoint.config)),
-        params,
+        assert_array_equal, read_params(checkpoint, TransformerLM(checkpoint.config)), params
     )
     assert asked == [False, False, True]
     with refusal("the hub did not give it .OSError: 404", FileNotFoundError):

@@ -110,10 +110,7 @@ def test_doctor_checks_each_public_name(hub, tmp_path):
         f"--output={output}",
     )
     assert "2 names, of which 0 would not load" in done.stdout
-    assert [one["problem"] for one in json.loads(output.read_text())["names"]] == [
-        None,
-        None,
-    ]
+    assert [one["problem"] for one in json.loads(output.read_text())["names"]] == [None, None]
     hub.gated.add("some/draft")
     more = ("--pair=some/target,some/head", "--head", "--plain")
     done = call("doctor", "--look_at=names", "--pair=some/target,some/draft", *more)

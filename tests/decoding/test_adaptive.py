@@ -176,10 +176,7 @@ def test_pauses_double_until_a_draft_pays():
         lost,
         *[idle] * 32,
         lost,
-    ] + [
-        *[idle] * 32,
-        won,
-    ]
+    ] + [*[idle] * 32, won]
     tries = [at for at, wanted in enumerate(wanted_after(adaptive, rounds)) if wanted]
     # A pause grows at most sixteenfold; an accepted draft ends the pauses.
     assert tries == [2, 7, 16, 33, 66, 99, 100]

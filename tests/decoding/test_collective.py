@@ -24,23 +24,8 @@ from specsamp.decoding.drafters.collective import vote
 from specsamp.decoding.method import make_method
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rng import Purpose
-from support.fakes import (
-    FALSE_ALARM,
-    TableLM,
-    decode,
-    prefill,
-    table_loop,
-    table_pair,
-)
-from support.loop_distributions import (
-    FAR,
-    FULL,
-    NEAR,
-    TARGET,
-    V,
-    distribution_test,
-    first_token,
-)
+from support.fakes import FALSE_ALARM, TableLM, decode, prefill, table_loop, table_pair
+from support.loop_distributions import FAR, FULL, NEAR, TARGET, V, distribution_test, first_token
 from support.refusals import refused_calls
 
 FEW = dict(length=3, samples=20_000, powered=False)

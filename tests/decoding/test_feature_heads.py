@@ -120,9 +120,5 @@ def test_default_draft_is_as_long_as_the_head():
 
 
 test_refused_feature_drafters = refused_arguments(
-    table_loop,
-    {
-        "K .*>= 1.*got 0": dict(K=0),
-        "window .*below 4; got 4": dict(window=4),
-    },
+    table_loop, {"K .*>= 1.*got 0": dict(K=0), "window .*below 4; got 4": dict(window=4)}
 )

@@ -91,10 +91,7 @@ def by_position(rule):
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        mutants.ResidualWithTheNoiseOfTheDraft(),
-        by_position(BlockRule),
-    ],
+    [mutants.ResidualWithTheNoiseOfTheDraft(), by_position(BlockRule)],
     ids=lambda rule: type(rule).__name__,
 )
 def test_a_rule_with_a_mistake_is_caught(rule):

@@ -41,25 +41,9 @@ from specsamp.sampling.rules import Rule, TargetDistributions
 from support import tree_mutants as mutants
 from support.drafters import DRAFTERS
 from support.extras import slow_but
-from support.fakes import (
-    FALSE_ALARM,
-    CountingLM,
-    TableLM,
-    decode,
-    near,
-    random_table,
-    table_loop,
-)
+from support.fakes import FALSE_ALARM, CountingLM, TableLM, decode, near, random_table, table_loop
 from support.heads import LayeredTable, block, eagle3, medusa, weights_of
-from support.loop_distributions import (
-    FAR,
-    FULL,
-    LIKELY,
-    NEAR,
-    TARGET,
-    V,
-    distribution_test,
-)
+from support.loop_distributions import FAR, FULL, LIKELY, NEAR, TARGET, V, distribution_test
 from support.refusals import refusal, refused_calls
 
 FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]

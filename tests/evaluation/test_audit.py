@@ -30,14 +30,7 @@ from specsamp import (
 )
 from specsamp.analysis import report
 from specsamp.decoding import method
-from specsamp.evaluation.audit import (
-    Settings,
-    Status,
-    audit,
-    audit_table,
-    distribution,
-    streams,
-)
+from specsamp.evaluation.audit import Settings, Status, audit, audit_table, distribution, streams
 from specsamp.evaluation.audit.checks import UNREADABLE
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny

@@ -84,10 +84,7 @@ def test_busy_engines_are_asked_again(monkeypatch):
         drawn = RemoteEngine(url).sample("x", 70, 0)
     assert len(drawn) == 70 and {text for text, _ in drawn} <= set(PAIRS)
     monkeypatch.setattr("specsamp.evaluation.audit.endpoints.BUSY_SECONDS", 0.0)
-    with (
-        engine(refusals=1000) as url,
-        refusal("refused .* for 0 seconds: "),
-    ):
+    with engine(refusals=1000) as url, refusal("refused .* for 0 seconds: "):
         RemoteEngine(url).sample("x", 1, 0)  # not for ever
 
 

@@ -79,10 +79,7 @@ def test_sound_pair_has_no_evidence_of_error(sound):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"rule": TargetAsResidual()},
-        {"drafter": mutants.DistributionBeforeWarping(TableLM(V), K)},
-    ],
+    [{"rule": TargetAsResidual()}, {"drafter": mutants.DistributionBeforeWarping(TableLM(V), K)}],
     ids=lambda changes: type(next(iter(changes.values()))).__name__,
 )
 def test_round_evidence_catches_mistakes(changes):

@@ -273,8 +273,7 @@ def test_mbpp_counts_passing_completions(write, field):
     (problem,) = task.problems
     assert problem.prompt == f'"""\nWrite a function to match \\x.\n{record["test_list"][0]}\n"""\n'
     found = task.score(
-        problem,
-        [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")],
+        problem, [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")]
     )
     assert found == {"pass@1": 0.5, "parses": 1.0}
 

@@ -72,11 +72,7 @@ def test_a_grid_becomes_cells(experiment):
 
 @pytest.mark.parametrize(
     "drafter, grid",
-    [
-        ("window", "sinks=0,4"),
-        ("choosing:ngram:window", "window=8,64"),
-        ("pard", "mask_id=1,2"),
-    ],
+    [("window", "sinks=0,4"), ("choosing:ngram:window", "window=8,64"), ("pard", "mask_id=1,2")],
 )
 def test_fields_of_the_drafter_make_cells(experiment, drafter, grid):
     config = ExperimentConfig.from_config_dict(trained_pair.get_config())

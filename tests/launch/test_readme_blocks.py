@@ -21,9 +21,7 @@ SCRIPT = re.compile(r"(?:.*/)?launch/([a-z_/]+)\.py")
 PROMPTS = '["def read_file(path):", "class Node:"]'
 # The first words of a block of Python, and the parts that become smaller before it runs.
 SMALLER = {
-    "from specsamp import BlockRule": {
-        "max_new_tokens=128": "max_new_tokens=8",
-    },
+    "from specsamp import BlockRule": {"max_new_tokens=128": "max_new_tokens=8"},
     "from specsamp import Confidence": {
         'load_pair("python")': "pair",
         PROMPTS: "[[1, 2], [3]]",
@@ -58,9 +56,7 @@ def blocks(language):
     found = []
     for page in PAGES:
         for indent, code in re.findall(
-            rf"^( *)```{language}\n(.*?)^ *```$",
-            page.read_text(),
-            re.MULTILINE | re.DOTALL,
+            rf"^( *)```{language}\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL
         ):
             found.append((page, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)))
     return found

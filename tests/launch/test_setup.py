@@ -130,11 +130,7 @@ def test_the_newest_python_that_runs_is_taken(checkout, stand_ins, found):
 
 @pytest.mark.parametrize(
     "release, free_threaded",
-    [
-        ("3, 14, 0, 'candidate', 2", 0),
-        ("3, 14, 1, 'final', 0", 1),
-        ("3, 10, 9, 'final', 0", 0),
-    ],
+    [("3, 14, 0, 'candidate', 2", 0), ("3, 14, 1, 'final', 0", 1), ("3, 10, 9, 'final', 0", 0)],
 )
 def test_python_without_wheels_is_skipped(checkout, release, free_threaded):
     checkout.add(PYENV_314, release, free_threaded)

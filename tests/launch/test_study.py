@@ -67,8 +67,7 @@ def test_study_result_is_measured_once(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argument, told",
-    [("--scale=2", "options.scale was '1.0', is '2'"), ("--ways=b", "is ['b']")],
+    "argument, told", [("--scale=2", "options.scale was '1.0', is '2'"), ("--ways=b", "is ['b']")]
 )
 def test_study_file_of_other_options_is_refused(run, tmp_path, argument, told):
     output = tmp_path / "times.json"

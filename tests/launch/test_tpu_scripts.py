@@ -119,10 +119,7 @@ def test_hosts_without_external_addresses(cloud):
     )
     assert internal[-3:] == ["--internal-ip", *AT]
     assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]]
-    assert tunnel[-3:] == [
-        "--tunnel-through-iap",
-        *AT,
-    ]
+    assert tunnel[-3:] == ["--tunnel-through-iap", *AT]
 
 
 def test_gke_hands_secrets_over_by_name(cloud):

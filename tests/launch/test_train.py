@@ -15,14 +15,7 @@ from specsamp.training.data import ChatText, Corpus, integer_tokenizer, train_to
 from support.processes import killed_when
 from support.refusals import refusal
 from support.run_script import flags_of, succeed
-from support.training import (
-    DRAFT,
-    SMALL,
-    TARGET,
-    metrics,
-    quiet,
-    training_config,
-)
+from support.training import DRAFT, SMALL, TARGET, metrics, quiet, training_config
 from support.weights import shapes_of
 
 # ml_collections loads configurations by a deprecated function of the standard library.

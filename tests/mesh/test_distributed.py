@@ -220,9 +220,7 @@ def test_evaluation_of_two_processes_equals_one(tmp_path):
 def test_endpoint_of_two_processes_answers_and_ends(tmp_path):
     """The text equals the text of one process."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
-    flags = [
-        f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
-    ]
+    flags = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}"]
     flags += ["--port=0", "--plain", "--rows=4", "--context=64"]
     jobs = begin_both("serve", *flags, *MESH)
     said = []

@@ -12,11 +12,7 @@ from jax.sharding import PartitionSpec
 
 from models.test_transformer import MODELS
 from specsamp import TransformerLM
-from specsamp.models.config import (
-    ExpertsConfig,
-    TransformerConfig,
-    tiny,
-)
+from specsamp.models.config import ExpertsConfig, TransformerConfig, tiny
 from support.refusals import refused_arguments
 from support.weights import shapes_of
 

@@ -24,13 +24,7 @@ from specsamp import (
     top_k,
     top_p,
 )
-from specsamp.models.cache import (
-    Int8KVCache,
-    KVCache,
-    LayerCache,
-    PairedInt8KVCache,
-    PairedKVCache,
-)
+from specsamp.models.cache import Int8KVCache, KVCache, LayerCache, PairedInt8KVCache, PairedKVCache
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config

@@ -35,13 +35,7 @@ from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support import extras
-from support.fakes import (
-    FALSE_ALARM,
-    TableLM,
-    counting_pair,
-    joint_distribution,
-    table_loop,
-)
+from support.fakes import FALSE_ALARM, TableLM, counting_pair, joint_distribution, table_loop
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
 from support.refusals import refusal
 from support.services import Caller, running, submit

@@ -272,10 +272,7 @@ def test_hostile_documents_get_protocol_errors(server, service):
 
 
 def test_other_paths_and_methods(server):
-    for method, path, status in (
-        ("GET", COMPLETIONS, 405),
-        ("POST", f"{COMPLETIONS}/", 404),
-    ):
+    for method, path, status in (("GET", COMPLETIONS, 405), ("POST", f"{COMPLETIONS}/", 404)):
         found, _, document = request(server, method, path)
         assert found == status
         assert "is not served here: GET /, /health" in document["error"]["message"]

@@ -57,11 +57,7 @@ def test_every_number_reaches_its_warp():
     given |= {"logit_bias": {"7": -100, "0": 1.5}}
     biased, penalised, heat, k, p, least = sampling(given).warps
     assert biased.tokens[0, :3].tolist() == [7, 0, -1]
-    assert biased.values[0, :3].tolist() == [
-        -100,
-        1.5,
-        0,
-    ]
+    assert biased.values[0, :3].tolist() == [-100, 1.5, 0]
     assert biased.tokens.shape == (1, MAX_BIASES), "as of any request"
     assert (heat.value, k.value, p.value, least.value) == (0.5, 7, 0.25, 0.125)
     assert (penalised.repetition, penalised.presence, penalised.frequency) == (1.5, -1, 0.5)

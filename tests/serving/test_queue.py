@@ -268,8 +268,7 @@ test_refused_queues = refused_calls(
             [REQUEST], drafter=NgramDrafter(2), learner=print
         ),
         "a budget of 20, together 22, more than the target.s 16": lambda: generate_many(
-            table_pair(max_positions=16),
-            [SamplingRequest(prompts=[[1, 2]], max_new_tokens=20)],
+            table_pair(max_positions=16), [SamplingRequest(prompts=[[1, 2]], max_new_tokens=20)]
         ),
         "generate_many neither streams nor scores: leave both out": lambda: ask([SCORED]),
     }

@@ -47,15 +47,7 @@ def joint_distribution(rule, target, draft, **options):
 
 
 def chain_rounds(
-    rule,
-    target,
-    draft,
-    *,
-    num_tokens,
-    length,
-    num_drafted=None,
-    shown=None,
-    **options,
+    rule, target, draft, *, num_tokens, length, num_drafted=None, shown=None, **options
 ):
     """Chains rounds until ``length`` tokens are out; a round that emits more is cut.
 
@@ -211,14 +203,7 @@ class Given(TargetDistributions):
         return self.logits_BTV
 
 
-def split(
-    rule,
-    tokens,
-    num_drafted,
-    log_probs,
-    target,
-    dtype=np.float64,
-):
+def split(rule, tokens, num_drafted, log_probs, target, dtype=np.float64):
     """Returns ``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V],
     computed in ``dtype``.
     """

@@ -44,16 +44,7 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import ExpertsConfig
 from specsamp.sampling.warp import log_probs
-from support.drafters import (
-    DRAFTERS,
-    LAYERS,
-    OTHERS,
-    SHAPE,
-    Kind,
-    ModelTree,
-    twice,
-    with_errors,
-)
+from support.drafters import DRAFTERS, LAYERS, OTHERS, SHAPE, Kind, ModelTree, twice, with_errors
 from support.weights import drawn_params
 
 V, LENGTH, STOP = 4, 3, 0
@@ -84,11 +75,7 @@ FEATURES = {
         "penalties": chain(penalties(1.4, 0.3, 0.4), bias({1: 0.8}), temperature(1.2)),
         "min_tokens": chain(EARLY, temperature(1.2)),
     },
-    "draft": {
-        "same warp": None,
-        "own warp": chain(temperature(0.5), top_k(2)),
-        "greedy": greedy(),
-    },
+    "draft": {"same warp": None, "own warp": chain(temperature(0.5), top_k(2)), "greedy": greedy()},
     "cache": {
         "whole": {},
         "int8": dict(cache_dtype="int8"),

@@ -260,13 +260,7 @@ def test_arrays_of_integers_are_sequences(tmp_path):
     assert stream.tolist() == [12, 7, 8, 12, 5, 12]
     assert tokenizer.vocab_size == 13
     assert (
-        tokenizer.encode("5 11 0")
-        == [
-            5,
-            11,
-            0,
-        ]
-        == tokenizer.encode(tokenizer.decode([5, 11, 0]))
+        tokenizer.encode("5 11 0") == [5, 11, 0] == tokenizer.encode(tokenizer.decode([5, 11, 0]))
     )
     with refusal("a token of the arrays must be an integer >= 0 and below 13; got 13"):
         token_stream({"a": np.array([3, 13])}, tokenizer)

@@ -187,9 +187,7 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
     assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_reduced_vocabulary_learns_a_renormalised_target(
-    target_params,
-):
+def test_reduced_vocabulary_learns_a_renormalised_target(target_params):
     task = TrainHead(head=REDUCED, target=TARGET, test_steps=1, objective="total_variation")
     loss, metrics, (p,), q = loss_and_distributions(task, target_params, IDS)
     p, q = p[:, 1:], q[:, 1:]
@@ -224,9 +222,7 @@ def test_medusa_head_learns_from_its_own_offset(target_params):
 
 
 @pytest.mark.parametrize(
-    "of_target",
-    ({}, {"norm": "layer"}, {"norm_offset": True}, {"logit_divisor": 8.0}),
-    ids=str,
+    "of_target", ({}, {"norm": "layer"}, {"norm_offset": True}, {"logit_divisor": 8.0}), ids=str
 )
 def test_reduced_heads_begin_with_rows_of_the_target(of_target):
     """Compares the rows of the ids, and half of the norm's factor; another kind of norm stays."""

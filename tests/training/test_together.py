@@ -37,10 +37,7 @@ def of_draft(drafting, draft, target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafting, pull",
-    [(DISTILLED, 0.0), (MTP, 0.4)],
-)
+@pytest.mark.parametrize("drafting, pull", [(DISTILLED, 0.0), (MTP, 0.4)])
 def test_target_gradient_includes_a_part_of_drafts(drafting, pull):
     task = TrainTogether(drafting=drafting, weight=0.7, pull=pull)
     params = drawn_params(task)

@@ -61,11 +61,7 @@ NOT_CHECKED = Change(engine.Engine, "extend", "if needed > self.slots", "if Fals
 MOVED = Change(cache, "write_slots", "", "")
 FAULTS = {
     "a row is read in as many calls as others": Fault(
-        (
-            MOVED,
-            NOT_CHECKED,
-            Change(prefill, "plan", "most if fits else", "most if True else"),
-        ),
+        (MOVED, NOT_CHECKED, Change(prefill, "plan", "most if fits else", "most if True else")),
         ("queue",),
         ("none",),
     ),
@@ -92,10 +88,7 @@ FAULTS = {
     "a prefix is copied two tokens too long": Fault(
         (
             Change(
-                slot_table.SlotTable,
-                "longest_prefix",
-                "best = row, start",
-                "best = row, start + 2",
+                slot_table.SlotTable, "longest_prefix", "best = row, start", "best = row, start + 2"
             ),
         ),
         ("queue",),
@@ -129,14 +122,7 @@ FAULTS = {
         ("none",),
     ),
     "another row ends with a caller that has left": Fault(
-        (
-            Change(
-                batch.Batch,
-                "collect",
-                "late[row] = finish_B",
-                "late[row - 1] = finish_B",
-            ),
-        ),
+        (Change(batch.Batch, "collect", "late[row] = finish_B", "late[row - 1] = finish_B"),),
         ("service",),
     ),
     "prompts that are read together have each other's numbers": Fault(
