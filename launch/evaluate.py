@@ -42,13 +42,13 @@ from launch.lib.rules import LOSSY, RULES
 from specsamp import CompletionLog, Pair, storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, distribution_of
+from specsamp.decoding.drafter import positions_of
 from specsamp.decoding.method import Method, check_exact
 from specsamp.evaluation.harness import (
     Requests,
     conversation,
     decode_and_score,
     lengths,
-    max_positions,
     tabulate,
 )
 from specsamp.evaluation.task import EvaluationTask, Problem, first_of_each
@@ -285,7 +285,7 @@ def fitting(
     """Returns the problems that fit into the models' positions, and prints how many are
     left out.
     """
-    most = min(max_positions(experiment.pair, method.drafter) for method in methods)
+    most = positions_of(experiment.pair.target, *(method.drafter for method in methods))
     sizes = lengths(
         experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()}
     )

@@ -19,6 +19,7 @@ same rows (`LanguageModel.compact`). `specsamp.decoding.trees.grow` draws trees 
 
 import abc
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -175,6 +176,11 @@ def depth_of(drafter: Drafter) -> int:
     """Returns the largest number of tokens of a draft that can be accepted."""
     depth = hooks_of(drafter).depth
     return drafter.K if depth is None else depth
+
+
+def positions_of(*parts: LanguageModel | Drafter) -> float:
+    """Returns the smallest number of positions of models and drafters; inf: no limit."""
+    return min(filter(None, (part.max_positions for part in parts)), default=math.inf)
 
 
 def check_is_target(model: LanguageModel, target: LanguageModel) -> None:

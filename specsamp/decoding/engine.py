@@ -25,7 +25,7 @@ import numpy as np
 
 from specsamp import validate
 from specsamp.decoding import batch_rows
-from specsamp.decoding.drafter import Drafter, hooks_of
+from specsamp.decoding.drafter import Drafter, hooks_of, positions_of
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -373,8 +373,7 @@ def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> 
     Raises:
       ValueError: the models have fewer positions.
     """
-    limits = pair.target.max_positions, drafter.max_positions
-    positions = min((limit for limit in limits if limit is not None), default=math.inf)
+    positions = positions_of(pair.target, drafter)
     if context is None:
         return min(positions, DEFAULT_CONTEXT)
     context = validate.integer(name, context, 2)
@@ -419,8 +418,7 @@ def _memory_of_devices() -> int | None:
 
 def _padded_length(pair: Pair, longest: int) -> int:
     """Returns the bucket of the longest prompt, at most the model's number of positions."""
-    padded = bucket(longest)
-    return padded if pair.target.max_positions is None else min(padded, pair.target.max_positions)
+    return min(bucket(longest), positions_of(pair.target))
 
 
 def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
@@ -429,6 +427,5 @@ def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
     """
     padded_length = _padded_length(pair, max(len(request.prompt) for request in requests))
     longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
-    if pair.target.max_positions is not None:
-        longest = max(min(longest, pair.target.max_positions), padded_length)
+    longest = max(min(longest, positions_of(pair.target)), padded_length)
     return round_slots(max(longest + loop.headroom, loop.window))

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter, NoDrafter, depth_of, hooks_of, with_length
+from specsamp.decoding.drafter import (
+    Drafter,
+    NoDrafter,
+    depth_of,
+    hooks_of,
+    positions_of,
+    with_length,
+)
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -180,14 +187,11 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     validate.instance("drafter", drafter, Drafter, "NgramDrafter(K=4)")
     validate.hashable("the drafter", drafter)
     K = validate.integer("the drafter's K", drafter.K, 0, MAX_DRAFT_LENGTH + 1)
-    for name, positions in (
-        ("target", pair.target.max_positions),
-        ("draft", drafter.max_positions),
-    ):
-        if positions is not None and K >= positions:
+    for name, part in (("target", pair.target), ("draft", drafter)):
+        if K >= positions_of(part):
             raise ValueError(
-                f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per "
-                "round"
+                f"K = {K} does not fit the {name}'s {part.max_positions} positions: draft fewer "
+                "tokens per round"
             )
     if pair.vocabulary is not None and _reads_draft_ids(drafter):
         raise ValueError(

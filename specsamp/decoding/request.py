@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, hooks_of
+from specsamp.decoding.drafter import Drafter, hooks_of, positions_of
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair, Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
@@ -212,12 +212,10 @@ def check_budgets(
             )
     else:
         budgets = [validate.integer("max_new_tokens", max_new_tokens, 1)] * len(lengths)
-    for name, positions in (
-        ("target", pair.target.max_positions),
-        ("draft", drafter.max_positions),
-    ):
+    for name, part in (("target", pair.target), ("draft", drafter)):
+        positions = positions_of(part)
         for index, (length, budget) in enumerate(zip(lengths, budgets)):
-            if positions is not None and length + budget > positions:
+            if length + budget > positions:
                 raise ValueError(
                     f"prompt {index} has {length} tokens and a budget of {budget}, together "
                     f"{length + budget}, more than the {name}'s {positions} positions: shorten the "

@@ -8,14 +8,13 @@ block begins, so that drifts of the machine's speed favour no method.
 import collections
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import positions_of
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode, make_stops
@@ -139,7 +138,7 @@ def _ask(
     }
     if turn == 0 or not asked:
         return asked
-    room = max_positions(pair, method.drafter) - requests.max_new_tokens
+    room = positions_of(pair.target, method.drafter) - requests.max_new_tokens
     return {key: asked[key] for key, length in lengths(pair, asked).items() if length <= room}
 
 
@@ -161,11 +160,6 @@ def conversation(
             {"role": "assistant", "content": answer.text},
         ]
     return [*messages, {"role": "user", "content": questions[turn]}]
-
-
-def max_positions(pair: Pair, drafter: Drafter) -> float:
-    """Returns the smaller number of positions of target and drafter."""
-    return min(filter(None, (pair.target.max_positions, drafter.max_positions)), default=math.inf)
 
 
 def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:

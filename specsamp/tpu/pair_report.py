@@ -30,6 +30,7 @@ from typing import Any
 from specsamp import validate
 from specsamp.analysis.costs import CostTable
 from specsamp.analysis.report import Say, Table, silent
+from specsamp.decoding.drafter import positions_of
 from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.torus import find_boxes
 from specsamp.sampling.rules import Rule
@@ -147,8 +148,7 @@ def compile_report(
     """
     models = programs.target, programs.draft
     validate.integer("draft_length", scored_rows(size) - 1, 1)
-    most = min((model.max_positions for model in models if model.max_positions), default=2**31)
-    validate.integer("slots", programs.slots, max(scored_rows(size), 16), most + 1)
+    validate.integer("slots", programs.slots, max(scored_rows(size), 16), positions_of(*models) + 1)
     count = programs.shards.count
     if programs.batch % count:
         raise ValueError(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, Proposal, Sampler, Weights
+from specsamp.decoding.drafter import Prefix, Proposal, Sampler, Weights, positions_of
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel, check_logits
@@ -90,8 +90,8 @@ class ParallelDrafter(ModelDrafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
-        most = self.model.max_positions
-        if most is not None and 2 * self.K > most:
+        most = positions_of(self.model)
+        if 2 * self.K > most:
             raise ValueError(
                 f"K = {self.K} reads {2 * self.K} tokens per call, more than the draft's {most} "
                 "positions"

@@ -39,6 +39,7 @@ from specsamp.decoding.drafter import (
     Sampler,
     ScoredRound,
     Weights,
+    positions_of,
 )
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.state import gather_tokens, write_tokens
@@ -213,8 +214,8 @@ class TranslatingDrafter(DrafterHooks, Drafter):
             raise ValueError(
                 "a draft with another tokenizer has no recurrent layers: take another draft"
             )
-        positions = self.model.max_positions
-        if positions is not None and self.K >= positions:
+        positions = positions_of(self.model)
+        if self.K >= positions:
             raise ValueError(
                 f"K = {self.K} does not fit the draft's {positions} positions: draft fewer tokens "
                 "per round"
@@ -244,20 +245,14 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         its positions.
         """
         length = int(slots * self.vocabulary.ids_per_token) + len(self.vocabulary.begin)
-        if self.model.max_positions is not None:
-            length = min(length, self.model.max_positions)
+        length = min(length, positions_of(self.model))
         return -(-length // SLOTS_MULTIPLE) * SLOTS_MULTIPLE + READ_WIDTH
 
     def _longest(self, state: TranslatingState) -> int:
         """Returns the length of the longest text that leaves room for a draft, or for a call of the
         prompt.
         """
-        longest = state.ids_BD.shape[1] - READ_WIDTH
-        return (
-            longest
-            if self.model.max_positions is None
-            else min(longest, self.model.max_positions - self.K)
-        )
+        return min(state.ids_BD.shape[1] - READ_WIDTH, positions_of(self.model) - self.K)
 
     def init(self, batch: int, slots: int) -> TranslatingState:
         draft_slots, begin = self._draft_slots(slots), self.vocabulary.begin

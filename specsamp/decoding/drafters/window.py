@@ -18,7 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, Proposal, Sampler, Weights, check_is_target
+from specsamp.decoding.drafter import (
+    Drafter,
+    Prefix,
+    Proposal,
+    Sampler,
+    Weights,
+    check_is_target,
+    positions_of,
+)
 from specsamp.decoding.drafters.early_exit import self_draft
 from specsamp.models.interface import Block, LanguageModel, Output
 
@@ -53,8 +61,8 @@ class WindowDrafter(Drafter):
         validate.integer("window", self.window, 1)
         validate.integer("sinks", self.sinks, 0)
         validate.integer("positions", self.positions, 1, 3)
-        longest = self.model.max_positions
-        if longest is not None and self.sinks + self.window >= longest:
+        longest = positions_of(self.model)
+        if self.sinks + self.window >= longest:
             raise ValueError(
                 f"{self.sinks} sinks and a window of {self.window} are the whole context of "
                 f"{longest} tokens: shorten the window"

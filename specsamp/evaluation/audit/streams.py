@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from specsamp.decoding.drafter import positions_of
 from specsamp.decoding.drafters import NgramDrafter, NoDrafter
 from specsamp.decoding.engine import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
@@ -131,8 +132,7 @@ def padding(subject: Subject, false_alarm: float) -> Check:
     """
     prompts = list(subject.prompts)
     longest = max(prompts, key=len)
-    positions = subject.pair.target.max_positions, subject.method.drafter.max_positions
-    room = min(filter(None, positions), default=np.inf) - subject.max_new_tokens
+    room = positions_of(subject.pair.target, subject.method.drafter) - subject.max_new_tokens
     length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # falls into a larger bucket
     if length > room:
         return _not_applicable(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import Drafter, positions_of
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.engine import round_slots, to_host
 from specsamp.decoding.pair import Pair
@@ -84,9 +84,8 @@ def read_tokens(
     count = -(-max(len(text.tokens) for text in texts) // COUNT_MULTIPLE) * COUNT_MULTIPLE
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
     width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    for model in (pair.target, pair.draft):
-        if model is not None and model.max_positions is not None:
-            width = max(longest, min(width, model.max_positions))
+    readers = filter(None, (pair.target, pair.draft))
+    width = max(longest, min(width, positions_of(*readers)))
     slots = round_slots(width)
     batch = -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
     weights = pair.weights(drafter, slots)
