@@ -128,20 +128,13 @@ class Engine:
         prompts = [
             (0,) if request is None else request.prompt for request in requests[::num_samples]
         ]
-        arrays = self.arrays(requests), *self.padded(prompts, width)
-        return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
-
-    def padded(
-        self, prompts: Sequence[Sequence[int]], width: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns prompts, padded to ``width`` or the bucket of the longest, int32 ``[B, P]``, and
-        lengths ``[B]``.
-        """
-        width = _padded_length(self.pair, max(map(len, prompts))) if width is None else width
+        lengths_B = np.array([len(tokens) for tokens in prompts], np.int32)
+        width = _padded_length(self.pair, max(lengths_B.tolist())) if width is None else width
         tokens_BP = np.zeros((len(prompts), min(width, self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
             row[: len(tokens)] = tokens
-        return tokens_BP, np.array([len(tokens) for tokens in prompts], np.int32)
+        arrays = self.arrays(requests), tokens_BP, lengths_B
+        return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
 
     def extend(
         self,
@@ -241,12 +234,10 @@ class Engine:
         """Returns the text of the request in row ``place``, cut at a stop string; ``state`` is on
         the host.
         """
-        text = RowText.of(state, place, len(request.prompt))
-        count = request.stops.count(request.continuation, text.tokens)
-        if count is None:
-            return text
-        emitted = slice(len(request.prompt), int(state.lengths_B[place]))
-        return text.cut(count, state.rounds_BS[place, emitted].tolist(), self.loop.depth)
+        begin = len(request.prompt)
+        tokens = state.tokens_BS[place, begin : state.lengths_B[place]].tolist()
+        count = request.stops.count(request.continuation, tokens)
+        return RowText.of(state, place, begin, count)
 
     def end(self, state: DecodeState, is_ended: Sequence[bool]) -> DecodeState:
         """Ends the rows of ``state`` where ``is_ended`` is true, as a stop token would."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 
 from specsamp.decoding.state import DecodeState, Finish, Stats
 from specsamp.sampling.rules import Meter
@@ -151,38 +152,35 @@ class RowText:
     finish: Finish
     stats: RowStats
     dropped: int = 0
-    meter: Meter | None = None  # of the tokens
 
     @classmethod
-    def of(cls, state: DecodeState, place: int, prompt_length: int) -> RowText:
-        """Returns the text after the prompt in row ``place`` of a state on the host."""
-        emitted = slice(prompt_length, int(state.lengths_B[place]))
-        meter = state.meter and jax.tree.map(lambda x_BS: x_BS[place, emitted], state.meter)
-        log_probs_BS = state.log_probs_BS
-        return cls(
-            tokens=state.tokens_BS[place, emitted].tolist(),
-            from_draft=state.from_draft_BS[place, emitted].tolist(),
-            log_probs=None if log_probs_BS is None else log_probs_BS[place, emitted].tolist(),
-            finish=Finish(int(state.finish_B[place])),
-            stats=RowStats.of(state.stats, place, meter),
-            meter=meter,
-        )
+    def of(cls, state: DecodeState, place: int, begin: int, count: int | None = None) -> RowText:
+        """Returns the text from slot ``begin`` on in row ``place`` of a state on the host.
 
-    def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
-        """Returns the text of the first ``count`` tokens, ended by a stop string; see
-        `RowStats.of_rounds`.
+        Args:
+          count: the number of tokens of a text that a stop string ends; None: all.
         """
-        meter = self.meter and jax.tree.map(lambda x_T: x_T[:count], self.meter)
-        return RowText(
-            tokens=self.tokens[:count],
-            from_draft=self.from_draft[:count],
-            log_probs=None if self.log_probs is None else self.log_probs[:count],
-            finish=Finish.STOP,
-            stats=RowStats.of_rounds(
-                rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths), meter
-            ),
-            dropped=len(self.tokens) - count,
-            meter=meter,
+        end = int(state.lengths_B[place])
+        slots = slice(begin, end if count is None else begin + count)
+
+        def read(x_BS: np.ndarray | None) -> list | None:
+            return None if x_BS is None else x_BS[place, slots].tolist()
+
+        from_draft, counts = read(state.from_draft_BS), state.stats
+        meter = jax.tree.map(lambda x_BS: x_BS[place, slots], state.meter)
+        if count is None:
+            finish, stats = Finish(int(state.finish_B[place])), RowStats.of(counts, place, meter)
+        else:
+            depth, adapts = counts.reached_BK.shape[1], counts.lengths_BT is not None
+            stats = RowStats.of_rounds(read(state.rounds_BS), from_draft, depth, adapts, meter)
+            finish = Finish.STOP
+        return cls(
+            tokens=read(state.tokens_BS),
+            from_draft=from_draft,
+            log_probs=read(state.log_probs_BS),
+            finish=finish,
+            stats=stats,
+            dropped=end - slots.stop,
         )
 
 
