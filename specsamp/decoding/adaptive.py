@@ -33,6 +33,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsamp import validate
 from specsamp.pytrees import pytree
@@ -235,13 +236,15 @@ class Adaptive:
 
     def _best_of(self, lengths: Sequence[int]) -> int:
         """Returns the length with the most expected tokens per time if ``acceptance`` is right."""
-        costs = dict(zip(self.lengths, self.costs_ms or [1.0]))
-        depths = dict(zip(self.lengths, self.depths or self.lengths))
+        goodput_L = self._goodput(np.float64([self.acceptance]))[0]
+        return max(lengths, key=dict(zip(self.lengths, goodput_L)).get)
 
-        def goodput(length: int) -> float:
-            return sum(self.acceptance**n for n in range(depths[length] + 1)) / costs[length]
-
-        return max(lengths, key=goodput)
+    def _goodput(self, rate_B: Array | np.ndarray) -> Array | np.ndarray:
+        """Returns the expected tokens per time with each length, ``[B, L]``, given the acceptance
+        of each row.
+        """
+        costs_L = np.array(self.costs_ms or [1.0], rate_B.dtype)
+        return tokens_per_round(rate_B, self.depths or self.lengths) / costs_L[None, :]
 
     def for_batch(self, batch: int, depths: tuple[int, ...] | None = None) -> Adaptive:
         """Returns these numbers with their defaults filled in, for ``batch`` sequences that are
@@ -309,11 +312,7 @@ class Adaptive:
         believed_B = self.acceptance * self.trust + accepted_B
         rate_B = believed_B / (self.trust + accepted_B + rejected_B)
         lengths = [length for length in self.lengths if length <= max(self.longest, self.usual)]
-        costs_L = jnp.asarray(
-            self.costs_ms[: len(lengths)] if self.costs_ms else [1.0], jnp.float32
-        )
-        depths = (self.depths or self.lengths)[: len(lengths)]
-        goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), depths) / costs_L[None, :]
+        goodput_BL = self._goodput(rate_B)[:, : len(lengths)]
         best_B = jnp.asarray(lengths, jnp.int32)[jnp.argmax(goodput_BL, axis=1)]
         is_clear_B = (
             goodput_BL.max(axis=1) > (1 + self.margin) * goodput_BL[:, lengths.index(self.usual)]
@@ -337,12 +336,11 @@ class AdaptiveState:
     seen_B: Array | None = None
 
 
-def tokens_per_round(rate_B: Array, lengths: Sequence[int]) -> Array:
-    """Returns the tokens of a round, ``1 + alpha + ... + alpha^k``, for each length k, float32
-    ``[B, L]``.
+def tokens_per_round(rate_B: Array | np.ndarray, lengths: Sequence[int]) -> Array | np.ndarray:
+    """Returns the tokens of a round, ``1 + alpha + ... + alpha^k``, for each length k, ``[B, L]``.
 
     Args:
-      rate_B: alpha, the acceptance of a drafted token, below 1.
+      rate_B: alpha, the acceptance of a drafted token.
     """
-    lengths_L = jnp.asarray(lengths, jnp.int32)
-    return (1 - rate_B[:, None] ** (1 + lengths_L)[None, :]) / (1 - rate_B[:, None])
+    rate_B1 = rate_B[:, None].clip(None, MOST_CERTAIN)
+    return (1 - rate_B1 ** (1 + np.array(lengths, np.int32))[None, :]) / (1 - rate_B1)

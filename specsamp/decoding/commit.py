@@ -3,7 +3,6 @@ and counts.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +37,15 @@ def append(
     def put(buffer_BS: Array, block_BT: Array) -> Array:
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
 
-    state = _record(state, draft, verdict, target, positions, put, warped)
+    if state.log_probs_BS is not None:
+        log_probs_BTV = target.all() if warped else jax.nn.log_softmax(target.logits_BTV, axis=-1)
+        at_token_BT = at_tokens(log_probs_BTV, jnp.maximum(tokens_BT, 0))
+        state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
+    if state.rounds_BS is not None:
+        begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
+        state = dataclasses.replace(state, rounds_BS=put(state.rounds_BS, begins_BT))
+    if state.meter is not None:
+        state = dataclasses.replace(state, meter=jax.tree.map(put, state.meter, verdict.meter))
     return dataclasses.replace(
         state,
         tokens_BS=put(state.tokens_BS, tokens_BT),
@@ -85,30 +92,6 @@ def _cut(
         stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH)
     )
     return count_B, lengths_B, jnp.where(valid_B, ending_B, Finish.INVALID)
-
-
-def _record(
-    state: DecodeState,
-    draft: Draft,
-    verdict: Verdict,
-    target: TargetDistributions,
-    positions: Array,
-    put: Callable[[Array, Array], Array],
-    warped: bool,
-) -> DecodeState:
-    """Writes the optional arrays with ``put``: log-probabilities, beginnings of rounds, and the
-    meter.
-    """
-    if state.log_probs_BS is not None:
-        log_probs_BTV = target.all() if warped else jax.nn.log_softmax(target.logits_BTV, axis=-1)
-        at_token_BT = at_tokens(log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0))
-        state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
-    if state.rounds_BS is not None:
-        begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
-        state = dataclasses.replace(state, rounds_BS=put(state.rounds_BS, begins_BT))
-    if state.meter is not None:
-        state = dataclasses.replace(state, meter=jax.tree.map(put, state.meter, verdict.meter))
-    return state
 
 
 def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> Any:

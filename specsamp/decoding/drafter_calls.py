@@ -154,16 +154,14 @@ def _check_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> N
             f"{name}: tokens_BK has {nodes} tokens per row, more than K = {drafter.K}: return K at "
             "most"
         )
-    _check_array(f"{name}: num_drafted_B", draft.num_drafted_B, jnp.integer, (batch,))
-    if draft.log_probs_BRV is not None:
-        laws = nodes if draft.parents_BK is None else None
-        _check_array(
-            f"{name}: log_probs_BRV", draft.log_probs_BRV, jnp.floating, (batch, laws, vocab_size)
-        )
-    if draft.parents_BK is not None:
-        _check_array(f"{name}: parents_BK", draft.parents_BK, jnp.integer, (batch, nodes))
-    if draft.law_rows_BT is not None:
-        _check_array(f"{name}: law_rows_BT", draft.law_rows_BT, jnp.integer, (batch, nodes + 1))
+    laws = nodes if draft.parents_BK is None else None
+    shapes = {"num_drafted_B": (batch,), "log_probs_BRV": (batch, laws, vocab_size)}
+    shapes |= {"parents_BK": (batch, nodes), "law_rows_BT": (batch, nodes + 1)}
+    for field, shape in shapes.items():
+        value = getattr(draft, field)
+        if value is not None or field == "num_drafted_B":
+            kind = jnp.floating if field == "log_probs_BRV" else jnp.integer
+            _check_array(f"{name}: {field}", value, kind, shape)
 
 
 def _mass(draft: Draft) -> Array:

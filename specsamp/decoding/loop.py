@@ -341,24 +341,18 @@ class Loop:
                 return goes_on(carry) & (narrower < size) & (size <= width)
 
             def one_round(carry: _Carry, width: int = width) -> _Carry:
-                state = self._round_of_width(width, weights, request, carry[1])
-                return carry[0] + 1, state
+                rounds, state = carry
+                narrow = dataclasses.replace(self, drafter=with_length(self.drafter, width))
+                after = narrow.round(weights, request, state)
+                if width and after.adaptive_state.seen_B is not None:
+                    seen_B = num_covered(self.drafter, after.lengths_B)
+                    seen_B = jnp.where(state.running_B, seen_B, after.adaptive_state.seen_B)
+                    after = after.with_adaptive(seen_B=seen_B)
+                return rounds + 1, self._limit_lengths(after)
 
             carry = jax.lax.while_loop(fits, one_round, carry)
             narrower = width
         return carry
-
-    def _round_of_width(
-        self, width: int, weights: Weights, request: RequestBatch, state: DecodeState
-    ) -> DecodeState:
-        """Runs one round in which no row drafts more than ``width`` tokens."""
-        narrow = dataclasses.replace(self, drafter=with_length(self.drafter, width))
-        after = narrow.round(weights, request, state)
-        if width and after.adaptive_state.seen_B is not None:
-            seen_B = num_covered(self.drafter, after.lengths_B)
-            seen_B = jnp.where(state.running_B, seen_B, after.adaptive_state.seen_B)
-            after = after.with_adaptive(seen_B=seen_B)
-        return self._limit_lengths(after)
 
     def _limit_lengths(self, state: DecodeState) -> DecodeState:
         """Lowers the draft lengths to the numbers of tokens that the drafter is able to draft."""
