@@ -19,18 +19,16 @@ from specsamp.checkpoints.hub import ID, library
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 CONVERTED = "refs/convert/parquet"  # the hub's own Parquet copy of a data set in another format
+SPLIT = "test"  # of a data set on the hub
 Record = Mapping[str, Any]
 
 
-def read_records(
-    source: str, fields: Mapping[str, type], *, split: str = "test", key: str = ""
-) -> list[Record]:
+def read_records(source: str, fields: Mapping[str, type], *, key: str = "") -> list[Record]:
     """Returns the records of a data set, checked.
 
     Args:
       source: a file, on a disk or in a bucket, or the id of a data set on the hub.
       fields: required fields of every record, with their types.
-      split: the split of a data set on the hub.
       key: the field whose values must differ.
 
     Raises:
@@ -40,7 +38,7 @@ def read_records(
     """
     found: list[Record] = []
     seen: dict[Any, str] = {}
-    for path in _find(source, split):
+    for path in _find(source):
         for line, record in _parse(path):
             place = f"{os.fspath(path)}, line {line}"
             if not isinstance(record, dict):
@@ -100,7 +98,7 @@ def _parse_parquet(path: epath.Path, content: bytes) -> list[Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def _find(source: str, split: str) -> list[epath.Path]:
+def _find(source: str) -> list[epath.Path]:
     """Returns the files of a data set; files on the hub are downloaded."""
     path = storage.place(source)
     if path.exists():
@@ -113,7 +111,7 @@ def _find(source: str, split: str) -> list[epath.Path]:
         hub.auth_check(source, repo_type="dataset")
         for revision in (None, CONVERTED):
             names = hub.list_repo_files(source, repo_type="dataset", revision=revision)
-            if chosen := choose_files(names, split):
+            if chosen := choose_files(names):
                 download = functools.partial(
                     hub.hf_hub_download, source, repo_type="dataset", revision=revision
                 )
@@ -123,14 +121,16 @@ def _find(source: str, split: str) -> list[epath.Path]:
             f"no file {source!r}, and the hub did not send it ({type(error).__name__}: {error})"
         ) from error
     raise FileNotFoundError(
-        f"the data set {source!r} has no file of the split {split!r}: give a file"
+        f"the data set {source!r} has no file of the split {SPLIT!r}: give a file"
     )
 
 
-def choose_files(names: Sequence[str], split: str) -> list[str]:
-    """Returns a split's files in the first folder that has any; without any, the only data file."""
+def choose_files(names: Sequence[str]) -> list[str]:
+    """Returns the files of the split in the first folder that has any; without any, the only data
+    file.
+    """
     data = sorted(name for name in names if name.endswith(ENDINGS))
-    of_split = [name for name in data if re.search(rf"(^|/){split}[-./]", name)]
+    of_split = [name for name in data if re.search(rf"(^|/){SPLIT}[-./]", name)]
     if not of_split:
         return data if len(data) == 1 else []
     return [name for name in of_split if os.path.dirname(name) == os.path.dirname(of_split[0])]

@@ -148,8 +148,9 @@ def test_data_set_of_the_hub_is_read(write, monkeypatch):
         "Own/0",
         "Own/1",
     ]
-    with refusal("'a/b' has no file of the split 'dev'", FileNotFoundError):
-        read_records("a/b", {}, split="dev")
+    files["refs/convert/parquet"] = others[:2]
+    with refusal("'a/b' has no file of the split 'test'", FileNotFoundError):
+        read_records("a/b", {})
     # The first is called before the calls with retries.
     hub.auth_check = hub.list_repo_files = None
     with refusal("no file 'a/b', and the hub did not send it .TypeError", FileNotFoundError):

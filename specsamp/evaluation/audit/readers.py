@@ -136,9 +136,6 @@ class FirstTokenReader(LanguageModel):
         tokens_BT: Array,
         start_B: Array,
         cache: Any,
-        *,
-        hidden_layers: tuple[int, ...] = (),
-        block: Any = None,
     ) -> Output:
         head = self.head
         draft = weights.draft
