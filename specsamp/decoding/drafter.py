@@ -67,7 +67,8 @@ class Drafter(abc.ABC):
     opaque to the loop.
 
     ``K`` and `propose` are required; the defaults of the rest suit a drafter without weights or
-    state. Few drafters need `DrafterHooks` too.
+    state. Overrides take and return the types that are given here. Few drafters need `DrafterHooks`
+    too.
     """
 
     K: int  # the most tokens of a draft; of a tree, its nodes
@@ -200,9 +201,7 @@ class NoDrafter(Drafter):
 
     K = 0
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
         return (
             Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)),
@@ -223,9 +222,7 @@ class Paused(NoDrafter):
     def hidden_layers(self) -> tuple[int, ...]:
         return self.drafter.hidden_layers
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         return self.drafter.commit(weights, state, scored, cache)
 
 

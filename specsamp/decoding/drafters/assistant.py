@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, Sampler, ScoredRound, Weights
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.models.assistant import AssistantHead
 from specsamp.pytrees import pytree
@@ -38,14 +37,14 @@ class AssistantDrafter(HeadDrafter):
     def __post_init__(self):
         validate.integer("K", self.K, 1)
 
-    def init(self, batch: int, slots: int) -> AssistantState:
+    def init(self, batch, slots):
         config = self.head.config
         return AssistantState(
             feature_BW=jnp.zeros((batch, config.target_width), config.layer.compute_dtype),
             ready_B=jnp.zeros((batch,), bool),
         )
 
-    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    def read(self, weights, state, chunk, cache):
         features_BTW = self.head.fuse(weights.draft, chunk.output.hidden)
         row_B = chunk.lengths_B - 2 - chunk.start_B
         here_B = (row_B >= 0) & (row_B < features_BTW.shape[1])
@@ -55,9 +54,7 @@ class AssistantDrafter(HeadDrafter):
             ready_B=chunk.lengths_B >= 2,
         ), cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         lengths_B = prefix.lengths_B
 
         def step(offset: Array | int, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
@@ -76,9 +73,7 @@ class AssistantDrafter(HeadDrafter):
         draft, (cache, _) = sample.chain(self.K, logits_BV, step, carry)
         return draft.only_in(state.ready_B), state, cache
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         features_BTW = self.head.fuse(weights.draft, scored.output.hidden)
         feature_BW = self._take(features_BTW, scored.verdict.num_accepted_B)
         return AssistantState(feature_BW=feature_BW, ready_B=jnp.ones_like(state.ready_B)), cache

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, Proposal, Sampler, Weights
+from specsamp.decoding.drafter import Sampler
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.decoding.trees import pick
@@ -62,9 +62,7 @@ class BeamDrafter(ModelDrafter):
         super().__post_init__()
         validate.integer("beams", self.beams, 1, self.model.vocab_size + 1)
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         lengths_B, beams, width = prefix.lengths_B, self.beams, max(self.K, self.window)
         batch = len(lengths_B)
         logits_BV, state = self.last_logits(

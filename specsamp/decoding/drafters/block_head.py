@@ -22,15 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    Prefix,
-    PromptChunk,
-    Proposal,
-    Sampler,
-    ScoredRound,
-    Weights,
-    depth_of,
-)
+from specsamp.decoding.drafter import Prefix, Weights, depth_of
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.sampling.warp import greedy
 
@@ -91,18 +83,16 @@ class BlockDrafter(HeadDrafter):
                 "head has none"
             )
 
-    def init(self, batch: int, slots: int) -> Caches:
+    def init(self, batch, slots):
         # A block at the end of the longest text is longer than the loop's headroom. Without room
         # for it, JAX would move its rows back over the context.
         return self.head.init_cache(batch, slots + self.head.config.block_size)
 
-    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    def read(self, weights, state, chunk, cache):
         features_BTD = self.head.fuse(weights.draft, chunk.output.hidden)
         return self.head.read(weights.draft, features_BTD, chunk.start_B, state), cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         """A prompt of one token drafts nothing in its first round: there is no context yet."""
         rows_BKD, logits_BKU, state = self._run_block(weights, state, prefix)
         if self.law == "argmax":
@@ -136,9 +126,7 @@ class BlockDrafter(HeadDrafter):
         num_drafted_B = jnp.minimum(draft.num_drafted_B, num_trusted_B)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         # Rows behind the last accepted token are stale, and the next block is written over them.
         features_BTD = self.head.fuse(weights.draft, scored.output.hidden)
         return self.head.read(

@@ -35,16 +35,13 @@ from specsamp.decoding.drafter import (
     Drafter,
     DrafterHooks,
     Prefix,
-    PromptChunk,
-    Proposal,
     Sampler,
-    ScoredRound,
     Weights,
     hooks_of,
     with_length,
 )
 from specsamp.decoding.drafter_calls import catch_up, num_covered
-from specsamp.models.interface import LanguageModel, Output
+from specsamp.models.interface import Output
 from specsamp.pytrees import pytree
 from specsamp.sampling.rng import Purpose, RoundKeys
 from specsamp.sampling.rules import Draft, count_leading, take_row
@@ -147,10 +144,10 @@ class CollectiveDrafter(DrafterHooks, Drafter):
     def weights_key(self) -> tuple:
         return tuple((type(part), part.weights_key) for part in self.parts)
 
-    def of_length(self, K: int) -> CollectiveDrafter:
+    def of_length(self, K):
         return dataclasses.replace(self, parts=tuple(with_length(part, K) for part in self.parts))
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         count = len(self.parts)
         owners = set(self.weights_key) - {(type(part), None) for part in self.parts}
         is_each = isinstance(draft_params, tuple)
@@ -169,13 +166,13 @@ class CollectiveDrafter(DrafterHooks, Drafter):
                     f"in a {type(self).__name__}: use it alone"
                 )
 
-    def prepare(self, params: Any) -> tuple[Any, ...]:
+    def prepare(self, params):
         return tuple(part.prepare(own) for part, own in zip(self.parts, self._each(params)))
 
-    def fit_slots(self, weights: tuple[Any, ...], slots: int) -> tuple[Any, ...]:
+    def fit_slots(self, weights, slots):
         return tuple(part.fit_slots(own, slots) for part, own in zip(self.parts, weights))
 
-    def init(self, batch: int, slots: int) -> CollectiveState:
+    def init(self, batch, slots):
         shape = batch, len(self.parts)
         return CollectiveState(
             parts=tuple(part.init(batch, slots) for part in self.parts),
@@ -185,9 +182,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             num_BP=jnp.zeros(shape, jnp.int32),
         )
 
-    def read(
-        self, weights: Weights, state: CollectiveState, chunk: PromptChunk, cache: Any
-    ) -> tuple[CollectiveState, Any]:
+    def read(self, weights, state, chunk, cache):
         parts = list(state.parts)
         for i, part in enumerate(self.parts):
             own = dataclasses.replace(chunk, output=self._output_of(i, chunk.output))
@@ -202,9 +197,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             state, parts=tuple(parts), seen_BP=seen_BP, expected_BP=expected_BP
         ), cache
 
-    def commit(
-        self, weights: Weights, state: CollectiveState, scored: ScoredRound, cache: Any
-    ) -> tuple[CollectiveState, Any]:
+    def commit(self, weights, state, scored, cache):
         parts = list(state.parts)
         for i, part in enumerate(self.parts):
             own = dataclasses.replace(scored, output=self._output_of(i, scored.output))
@@ -254,9 +247,7 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         own = tuple(hidden[layer] for layer in self.parts[i].hidden_layers)
         return dataclasses.replace(output, hidden=own)
 
-    def propose(
-        self, weights: Weights, state: CollectiveState, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         first_B, drafts, memories = self.choose(state, prefix), [], []
         waits_B = jnp.ones(prefix.lengths_B.shape, bool)
         if sample.draft_lengths_B is not None:

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, Proposal, Sampler, Weights, check_is_target
-from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.decoding.drafter import Drafter, Prefix, Sampler, check_is_target
+from specsamp.models.interface import LayeredModel, Output
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
@@ -68,12 +68,10 @@ class EarlyExitDrafter(Drafter):
         """Returns the model that drafts: the target's first layers."""
         return self.model.first(self.exit_layer)
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         check_is_target(self.model, target)
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         def call(fed_BT: Array, offset: Array | int, cache: Any) -> Output:
             return self.exit_model(weights.target, fed_BT, prefix.lengths_B - 1 + offset, cache)
 

@@ -24,20 +24,10 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    Drafter,
-    Prefix,
-    PromptChunk,
-    Proposal,
-    Sampler,
-    ScoredRound,
-    Weights,
-    check_is_target,
-    depth_of,
-)
+from specsamp.decoding.drafter import Drafter, Weights, check_is_target, depth_of
 from specsamp.models.assistant import AssistantHead
 from specsamp.models.heads import FeatureHead
-from specsamp.models.interface import Block, LanguageModel, LayeredModel
+from specsamp.models.interface import Block, LayeredModel
 from specsamp.models.mtp import ModuleChain
 from specsamp.pytrees import pytree
 
@@ -81,16 +71,16 @@ class HeadDrafter(Drafter):
     def weights_key(self) -> Head:
         return self.head
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         check_is_target(self.target, target)
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         self.head.check_target(target)
 
-    def prepare(self, params: Any) -> Any:
+    def prepare(self, params):
         return self.head.prepare(params)
 
-    def fit_slots(self, weights: Any, slots: int) -> Any:
+    def fit_slots(self, weights, slots):
         return self.head.fit_slots(weights, slots)
 
     def _embed(
@@ -150,7 +140,7 @@ class FeatureDrafter(HeadDrafter):
                 "length"
             )
 
-    def init(self, batch: int, slots: int) -> FeatureState:
+    def init(self, batch, slots):
         layer = self.head.config.layer
         return FeatureState(
             cache=self.head.init_cache(batch, slots),
@@ -160,7 +150,7 @@ class FeatureDrafter(HeadDrafter):
             has_edge_B=jnp.zeros((batch,), bool),
         )
 
-    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    def read(self, weights, state, chunk, cache):
         """Reads the pairs that end in this chunk: the first pair begins with the last token of the
         previous chunk.
 
@@ -194,9 +184,7 @@ class FeatureDrafter(HeadDrafter):
             has_edge_B=jnp.ones_like(state.has_edge_B),
         ), cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         def score(feature_BD: Array, offset: Array | int) -> Array:
             # Logits of one position only: with two, a TPU spends more time on moving the logits
             # than on the head.
@@ -220,9 +208,7 @@ class FeatureDrafter(HeadDrafter):
         state = dataclasses.replace(state, cache=head_cache)
         return draft.only_in(state.ready_B), state, cache
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         # Position i pairs the hidden state at length - 1 + i with the token after it, which was
         # emitted or is padding.
         lengths_B, tokens_BT = scored.prefix.lengths_B, jnp.maximum(scored.verdict.tokens_BT, 0)

@@ -7,15 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    Drafter,
-    DrafterHooks,
-    Prefix,
-    PromptChunk,
-    Proposal,
-    Sampler,
-    Weights,
-)
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Weights
 from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel, check_logits
 from specsamp.sampling.rules import take_row
@@ -67,7 +59,7 @@ class ModelDrafter(DrafterHooks, Drafter):
         """
         return max(self.window, 2)
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         if self.model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"draft vocabulary {self.model.vocab_size} != target vocabulary "
@@ -87,16 +79,16 @@ class ModelDrafter(DrafterHooks, Drafter):
                 f"{self.model!r} and {draft!r}; make the pair with the model that drafts"
             )
 
-    def prepare(self, params: Any) -> Any:
+    def prepare(self, params):
         return self.model.prepare(params)
 
-    def fit_slots(self, weights: Any, slots: int) -> Any:
+    def fit_slots(self, weights, slots):
         return self.model.fit_slots(weights, slots)
 
-    def init(self, batch: int, slots: int) -> Any:
+    def init(self, batch, slots):
         return self.model.init_cache(batch, slots)
 
-    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    def read(self, weights, state, chunk, cache):
         options = self.model.with_lengths(chunk.lengths_B)
         return self.model(
             weights.draft, chunk.tokens_BT, chunk.start_B, state, **options
@@ -113,9 +105,7 @@ class ModelDrafter(DrafterHooks, Drafter):
         check_logits("draft", self.model, output)
         return take_row(output.logits_BTV, end_B - 1 - start_B), output.cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         lengths_B = prefix.lengths_B
 
         def step(offset: Array, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:

@@ -16,15 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    DrafterHooks,
-    Prefix,
-    PromptChunk,
-    Proposal,
-    Sampler,
-    ScoredRound,
-    Weights,
-)
+from specsamp.decoding.drafter import DrafterHooks, Weights
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.models.mtp import ModuleChain
 from specsamp.pytrees import pytree
@@ -72,7 +64,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
         """Returns how many tokens beyond the next one a slot of the last module depends on."""
         return self.modules - 1
 
-    def init(self, batch: int, slots: int) -> ModuleState:
+    def init(self, batch, slots):
         layer = self.head.config.layer
         nothing_BWD = jnp.zeros((batch, self.kept, layer.width), layer.compute_dtype)
         return ModuleState(
@@ -82,7 +74,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
             first_B=jnp.zeros((batch,), jnp.int32),
         )
 
-    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    def read(self, weights, state, chunk, cache):
         """Reads as many pairs as the chunk has tokens. They begin before it, since its last tokens
         have no pairs yet.
         """
@@ -96,9 +88,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
             dataclasses.replace(state, cache=caches), new, chunk.start_B, first_B, end_B
         ), cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         head, D = self.head, self.modules
         last_B = prefix.lengths_B - 2 - state.first_B  # the row of the last pair; -1: there is none
         token_B1, drawn = prefix.pending_B1, sample.begin(self.K)
@@ -123,9 +113,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
         draft = drawn.draft.only_in(last_B >= 0)
         return draft, dataclasses.replace(state, cache=caches), cache
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         start_B = scored.prefix.lengths_B - 1
         tokens_BT = jnp.concatenate(
             [scored.prefix.pending_B1, jnp.maximum(scored.verdict.tokens_BT, 0)[:, :-1]], axis=1

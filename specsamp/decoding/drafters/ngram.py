@@ -25,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, Proposal, Sampler, Weights
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.state import Kept
-from specsamp.models.interface import LanguageModel
 from specsamp.pytrees import pytree
 from specsamp.sampling.rules import Draft, count_leading
 
@@ -129,7 +128,7 @@ class NgramDrafter(DrafterHooks, Drafter):
     def row_independent(self) -> bool:
         return not self.log
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         largest = -1 if self.corpus is None else self.corpus.tokens_R.max()
         if largest >= target.vocab_size:
             raise ValueError(
@@ -137,7 +136,7 @@ class NgramDrafter(DrafterHooks, Drafter):
                 "tokens: encode it with the pair's tokenizer"
             )
 
-    def prepare(self, params: Any) -> NgramTable | None:
+    def prepare(self, params):
         """Returns the table of the corpus."""
         if self.corpus is None:
             return None
@@ -151,7 +150,7 @@ class NgramDrafter(DrafterHooks, Drafter):
             slots_NH = slots_NH.at[jnp.arange(self.max_ngram), hashes_RN].max(last_R1)
             return NgramTable(tokens_R=tokens_R, slots_NH=slots_NH)
 
-    def init(self, batch: int, slots: int) -> Logs | tuple[()]:
+    def init(self, batch, slots):
         if not self.log:
             return ()
         table = NgramTable(
@@ -161,15 +160,13 @@ class NgramDrafter(DrafterHooks, Drafter):
         none_B = jnp.zeros((batch,), jnp.int32)
         return Logs(seen_B=none_B, tables=Kept(value=(table, none_B)))
 
-    def draft_lengths(self, state: Any, prefix: Prefix) -> Array | None:
+    def draft_lengths(self, state, prefix):
         if self.corpus is not None or self.log:
             return None
         longest_B = jnp.max(self.lengths_of_matches(prefix), axis=1)
         return jnp.where(longest_B > 0, self.K, 0).astype(jnp.int32)
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         found_BS = self.lengths_of_matches(prefix)
         longest_B, slots = jnp.max(found_BS, axis=1), jnp.arange(found_BS.shape[1])
         best_B = jnp.max(jnp.where(found_BS == longest_B[:, None], slots[None], 0), axis=1)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, Proposal, Sampler, Weights, positions_of
+from specsamp.decoding.drafter import positions_of
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.state import gather_tokens, write_tokens
-from specsamp.models.interface import LanguageModel, check_logits
+from specsamp.models.interface import check_logits
 from specsamp.sampling.rules import take_row
 from specsamp.sampling.warp import greedy
 
@@ -55,11 +55,11 @@ class ParallelDrafter(ModelDrafter):
         """Returns how many slots before the last two may hold masks."""
         return self.first_window - 2
 
-    def of_length(self, K: int) -> ParallelDrafter:
+    def of_length(self, K):
         """Returns the drafter of shorter drafts, which reads over the masks of longer ones."""
         return dataclasses.replace(self, K=K, window=self.first_window)
 
-    def init(self, batch: int, slots: int) -> Any:
+    def init(self, batch, slots):
         return self.model.init_cache(batch, max(slots, self._width))
 
     @property
@@ -67,9 +67,7 @@ class ParallelDrafter(ModelDrafter):
         """Returns the number of tokens of a call."""
         return self.first_window + self.K - 1
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         lengths_B, width = prefix.lengths_B, self._width
         batch, slots = prefix.tokens_BS.shape
         tokens_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (0, max(width - slots, 0))))
@@ -88,7 +86,7 @@ class ParallelDrafter(ModelDrafter):
         draft, _ = sample.chain(self.K, step(0, None, ())[0], step, ())
         return draft, output.cache, cache
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         super().check(target, draft, draft_params)
         most = positions_of(self.model)
         if 2 * self.K > most:

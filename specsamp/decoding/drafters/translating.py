@@ -30,17 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    Drafter,
-    DrafterHooks,
-    Prefix,
-    PromptChunk,
-    Proposal,
-    Sampler,
-    ScoredRound,
-    Weights,
-    positions_of,
-)
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Weights, positions_of
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel
@@ -186,7 +176,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
     def _drafter(self) -> ModelDrafter:
         return ModelDrafter(self.model, self.K, self.window)
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         self._drafter.check(self.model, draft, draft_params)
         if self.model.rewind is not None:
             raise ValueError(
@@ -206,14 +196,14 @@ class TranslatingDrafter(DrafterHooks, Drafter):
                 "sizes"
             )
 
-    def prepare(self, params: Any) -> TranslatingWeights:
+    def prepare(self, params):
         return TranslatingWeights(
             model=self.model.prepare(params),
             draft_ids_V=jnp.asarray(self.vocabulary.draft_ids_V),
             reading_VM=jnp.asarray(self.vocabulary.reading_VM),
         )
 
-    def fit_slots(self, weights: TranslatingWeights, slots: int) -> TranslatingWeights:
+    def fit_slots(self, weights, slots):
         return dataclasses.replace(
             weights, model=self.model.fit_slots(weights.model, self._draft_slots(slots))
         )
@@ -232,7 +222,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         """
         return min(state.ids_BD.shape[1] - READ_WIDTH, positions_of(self.model) - self.K)
 
-    def init(self, batch: int, slots: int) -> TranslatingState:
+    def init(self, batch, slots):
         draft_slots, begin = self._draft_slots(slots), self.vocabulary.begin
         ids_BD = jnp.zeros((batch, draft_slots), jnp.int32)
         return TranslatingState(
@@ -283,7 +273,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
             ends_BS=state.ends_BS.at[row_B1, slot_BT].set(ends_BT.astype(jnp.int32), mode="drop"),
         )
 
-    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    def read(self, weights, state, chunk, cache):
         tokens_BT, start_B, lengths_B = chunk.tokens_BT, chunk.start_B, chunk.lengths_B
         width = tokens_BT.shape[1]
         if chunk.output is None:  # after a pause: `commit` has written the ids of all tokens
@@ -309,9 +299,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
             state, cache=jax.lax.fori_loop(0, calls, feed, state.cache)
         ), cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         whole_B, longest = self._length(state, prefix.lengths_B), self._longest(state)
         length_B = jnp.clip(whole_B, 1, longest)
         of_model = dataclasses.replace(weights, draft=weights.draft.model)
@@ -334,9 +322,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         state = dataclasses.replace(state, cache=draft_cache, ids_BD=ids_BD)
         return draft.only_in(is_able_B), state, cache
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         verdict = scored.verdict
         return self._append(
             weights, state, verdict.tokens_BT, scored.prefix.lengths_B, verdict.num_emitted_B

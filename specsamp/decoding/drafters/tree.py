@@ -21,15 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    Drafter,
-    DrafterHooks,
-    Prefix,
-    Proposal,
-    Sampler,
-    ScoredRound,
-    Weights,
-)
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureCarry, FeatureDrafter
@@ -70,13 +62,13 @@ class TreeDrafter(DrafterHooks):
     def depth(self) -> int:
         return self.tree.depth
 
-    def of_length(self, K: int) -> TreeDrafter:
+    def of_length(self, K):
         """Returns the drafter of the first K nodes; raises ValueError for a growing tree."""
         if isinstance(self.tree, Growth):
             raise ValueError("a growing tree has one number of nodes")
         return dataclasses.replace(self, tree=TreeShape(self.tree.parents[:K]))
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         super().check(target, draft, draft_params)
         for model in (target, self.draft_model or target):  # a draft model reads trees, too
             check_model(model, self.tree.width)
@@ -117,9 +109,7 @@ class ModelTree(TreeDrafter, ModelDrafter):
       tree: the shape or the growth.
     """
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         step = self.step_with(self.model, weights.draft, prefix)
         logits_BV, state = self.last_logits(
             weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window
@@ -127,9 +117,7 @@ class ModelTree(TreeDrafter, ModelDrafter):
         draft, read_BT, state = grow(self.tree, sample, prefix.pending_B1, logits_BV, step, state)
         return draft, (state, read_BT), cache
 
-    def commit(
-        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, weights, state, scored, cache):
         if scored.verdict.rows_BT is None:  # a round without a draft
             return state, cache
         state, read_BT = state
@@ -147,9 +135,7 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
       tree: the shape or the growth.
     """
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), prefix.pending_B1
         first = self.exit_model(
             weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache
@@ -175,9 +161,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
     def may_grow(self) -> bool:
         return self.head.config.has_layer
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         start_B, head = prefix.lengths_B - 1, self.head
 
         def score(features_BTD: Array, offset: int) -> Array:
@@ -235,9 +219,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         if self.threshold:
             raise ValueError(f"threshold = {self.threshold} ends chains: leave it out for a tree")
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         pending_B1, head = prefix.pending_B1, self.head
         rows_BKD, logits_BKU, state = self._run_block(weights, state, prefix)
 
@@ -288,12 +270,10 @@ class NgramTree(TreeDrafter, NgramDrafter):
                 f"tree {self.tree.parents} branches below its first tokens: take of_widths(3, 1, 1)"
             )
 
-    def draft_lengths(self, state: Any, prefix: Prefix) -> None:
+    def draft_lengths(self, state, prefix):
         return None
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         found_BS = self.lengths_of_matches(prefix)
         slots, chains, is_found = found_BS.shape[1], {}, []
         for row in self.tree.level(1):

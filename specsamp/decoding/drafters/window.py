@@ -18,15 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import (
-    Drafter,
-    Prefix,
-    Proposal,
-    Sampler,
-    Weights,
-    check_is_target,
-    positions_of,
-)
+from specsamp.decoding.drafter import Drafter, check_is_target, positions_of
 from specsamp.decoding.drafters.early_exit import self_draft
 from specsamp.models.interface import Block, LanguageModel, Output
 
@@ -72,7 +64,7 @@ class WindowDrafter(Drafter):
     def weights_key(self) -> None:
         return None
 
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+    def check(self, target, draft, draft_params):
         check_is_target(self.model, target)
         if target.rewind is not None:
             raise ValueError(
@@ -80,9 +72,7 @@ class WindowDrafter(Drafter):
                 "with a window"
             )
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> Proposal:
+    def propose(self, weights, state, prefix, cache, sample):
         batch, longest = prefix.tokens_BS.shape
         sinks = min(self.sinks, longest - 1)
         window = min(self.window, longest - sinks)
