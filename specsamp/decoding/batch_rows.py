@@ -59,7 +59,7 @@ def end(finish_B: Array, is_ended_B: Array) -> Array:
 
 
 def _write_rows(tree: Any, rows: Any, at_N: Array) -> Any:
-    def write(old: Any, new: Any) -> Any:
+    def write(old, new):
         if isinstance(old, Kept):
             return old
         for n in range(len(at_N)):
@@ -87,7 +87,7 @@ def extract(state: DecodeState, at_N: Array, shards: DataShards) -> DecodeState:
 
 
 def _take_rows(state: DecodeState, at_N: Array) -> DecodeState:
-    def take(leaf: Array) -> Array:
+    def take(leaf):
         return jnp.concatenate(
             [jax.lax.dynamic_slice_in_dim(leaf, at_N[n], 1, axis=0) for n in range(len(at_N))]
         )
@@ -108,13 +108,13 @@ def resize(
         beyond the new size are lost.
     """
 
-    def fit(leaf: Array, shape: tuple[int, ...]) -> Array:
+    def fit(leaf, shape):
         padding = [(0, 0, 0)] + [(0, new - old, 0) for old, new in zip(leaf.shape[1:], shape)]
         if all(high == 0 for _, high, _ in padding):
             return leaf
         return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), padding)
 
-    def read(state: DecodeState, at_N: Array) -> DecodeState:
+    def read(state, at_N):
         taken = _take_rows(state, jnp.maximum(at_N, 0))
         leaves, structure = jax.tree.flatten(taken)
         taken = jax.tree.unflatten(

@@ -34,7 +34,7 @@ def append(
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
     count_B, lengths_B, ending_B = _cut(request, state, verdict, target, positions)
 
-    def put(buffer_BS: Array, block_BT: Array) -> Array:
+    def put(buffer_BS, block_BT):
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
 
     if state.log_probs_BS is not None:

@@ -122,7 +122,7 @@ def catch_up(
     """
     known_B = num_covered(drafter, prefix.lengths_B)
 
-    def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+    def read(carry):
         state, seen_B = carry
         # Tokens beyond the sequence are scratch, and within the headroom.
         start_B = jnp.clip(seen_B, 0, known_B)
@@ -133,7 +133,7 @@ def catch_up(
         state, _ = read_prompt(drafter, weights, state, chunk, None)
         return state, start_B + drafter.K + 1
 
-    def is_behind(carry: tuple[Any, Array]) -> Array:
+    def is_behind(carry):
         return any_shard(jnp.any(rows_B & (carry[1] < known_B)))
 
     state, seen_B = jax.lax.while_loop(is_behind, read, (state, seen_B))
@@ -234,7 +234,7 @@ def _unpack(drafter: Drafter, method: str, returned: Any, **given: Any) -> tuple
 def _check_alike(name: str, part: str, given: Any, returned: Any) -> None:
     """Raises ValueError, while tracing, if two trees differ in structure, shapes or dtypes."""
 
-    def shapes(tree: Any) -> dict[str, str]:
+    def shapes(tree):
         leaves = jax.tree.leaves_with_path(tree)
         return {
             jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"

@@ -164,13 +164,13 @@ class Loop:
             sampling=with_kernels(request.sampling, self.target.kernels),
         )
 
-        def goes_on(carry: _Carry) -> Array:
+        def goes_on(carry):
             rounds, state = carry
             return (rounds < max_rounds) & (
                 self.shards.sum(jnp.sum(state.running_B)) >= jnp.maximum(min_running, 1)
             )
 
-        def one_round(carry: _Carry) -> _Carry:
+        def one_round(carry):
             rounds, state = carry
             return rounds + 1, self.round(weights, request, state)
 
@@ -197,7 +197,7 @@ class Loop:
             jax.eval_shape(functools.partial(self.drafter.init, 1, slots)) for slots in (256, 512)
         )
 
-        def replicate(x: Array, few: jax.ShapeDtypeStruct, many: jax.ShapeDtypeStruct) -> Array:
+        def replicate(x, few, many):
             return self.shards.replicate(x) if few.shape == many.shape else x
 
         return jax.tree.map(replicate, drafter_state, few, many)
@@ -285,7 +285,7 @@ class Loop:
             return dataclasses.replace(output, logits_BTV=logits_BTV)
         first_B = state.lengths_B - 1 - start_B  # the pending token's position in the window
 
-        def cut(x_BT: Array) -> Array:
+        def cut(x_BT):
             return jax.vmap(
                 lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, positions, axis=0)
             )(x_BT, first_B)
@@ -326,7 +326,7 @@ class Loop:
         holds all drafts.
         """
 
-        def longest(state: DecodeState) -> Array:
+        def longest(state):
             return self.shards.max(
                 jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0))
             )
@@ -336,11 +336,11 @@ class Loop:
             if narrower == 0:
                 carry = carry[0], self._catch_up(weights, carry[1], longest(carry[1]) > 0)
 
-            def fits(carry: _Carry, narrower: int = narrower, width: int = width) -> Array:
+            def fits(carry, narrower=narrower, width=width):
                 size = longest(carry[1])
                 return goes_on(carry) & (narrower < size) & (size <= width)
 
-            def one_round(carry: _Carry, width: int = width) -> _Carry:
+            def one_round(carry, width=width):
                 rounds, state = carry
                 narrow = dataclasses.replace(self, drafter=with_length(self.drafter, width))
                 after = narrow.round(weights, request, state)
@@ -466,7 +466,7 @@ class Loop:
         def extend(weights, request, caches, tokens_BS, start_B, lengths_B):
             caches = caches or self.empty_caches(*tokens_BS.shape)
 
-            def read_chunk(index: Array, caches: tuple[Any, Any]) -> tuple[Any, Any]:
+            def read_chunk(index, caches):
                 at_B = start_B + index * chunk
                 return self._read(
                     weights, gather_tokens(tokens_BS, at_B, chunk), at_B, lengths_B, caches
@@ -523,10 +523,10 @@ class Loop:
         """Returns the state of rows before their first emitted token."""
         cache, drafter_state = caches
 
-        def empty(dtype: Any) -> Array:
+        def empty(dtype):
             return jnp.zeros(tokens_BS.shape, dtype)
 
-        def start(warp: Any) -> Any:
+        def start(warp):
             return warp.init(tokens_BS, lengths_B, self.target.vocab_size)
 
         return DecodeState(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
-import numpy as np
 
 from specsamp.decoding.state import DecodeState, Finish, Stats
 from specsamp.sampling.rules import Meter
@@ -163,7 +162,7 @@ class RowText:
         end = int(state.lengths_B[place])
         slots = slice(begin, end if count is None else begin + count)
 
-        def read(x_BS: np.ndarray | None) -> list | None:
+        def read(x_BS):
             return None if x_BS is None else x_BS[place, slots].tolist()
 
         from_draft, counts = read(state.from_draft_BS), state.stats

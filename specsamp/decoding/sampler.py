@@ -25,7 +25,6 @@ from specsamp.sampling.warp import Greedy, Warp, chain, followed_by, is_stateles
 
 Array = jax.Array
 
-_Chain = tuple[Array, "Drawn", Any]  # the number of drawn tokens, these, and the drafter's carry
 EXCLUDED = 1e4  # subtracted from the log-probabilities of tokens that a warp excludes
 
 
@@ -179,13 +178,13 @@ class Sampler:
           The draft, and the carry.
         """
 
-        def goes_on(state: _Chain) -> Array:
-            calls, drawn, _ = state
+        def goes_on(state):
+            calls, drawn, _ = state  # the number of drawn tokens, these, the drafter's carry
             if drawn.goes_on_B is None:
                 return calls < K - 1  # compile reports read how often the loop runs
             return (calls < K - 1) & self.any_shard(jnp.any(drawn.goes_on_B))
 
-        def another(state: _Chain) -> _Chain:
+        def another(state):
             calls, drawn, carry = state
             last_B = jax.lax.dynamic_index_in_dim(
                 drawn.draft.tokens_BK, calls, axis=1, keepdims=False
@@ -222,7 +221,7 @@ class Sampler:
         """
         tokens_B, log_probs_BV = self(logits_BV, offset, warp_state=drawn.warp_state)
 
-        def put(x_BK: Array, new_B: Array) -> Array:
+        def put(x_BK, new_B):
             return jax.lax.dynamic_update_index_in_dim(x_BK, new_B, offset, axis=1)
 
         draft = drawn.draft

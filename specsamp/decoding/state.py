@@ -143,7 +143,7 @@ class Stats:
         ``adapts`` or not.
         """
 
-        def count(*shape: int) -> Array:
+        def count(*shape):
             return jnp.zeros(shape, jnp.int32)
 
         return cls(

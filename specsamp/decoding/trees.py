@@ -363,7 +363,7 @@ def keep_path(
             "the rule verifies chains, but the drafter drafts token trees: take RecursiveRule()"
         )
 
-    def take(x_BTD: Array) -> Array:
+    def take(x_BTD):
         return jnp.take_along_axis(x_BTD, verdict.rows_BT[..., None], axis=1)
 
     cache = model.compact(output.cache, start_B, verdict.rows_BT, K + 1)

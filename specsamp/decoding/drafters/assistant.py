@@ -5,7 +5,6 @@ of the text.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from specsamp.pytrees import pytree
 from specsamp.sampling.rules import take_row
 
 Array = jax.Array
-_Carry = tuple[Any, Array]  # the target's cache, features
 
 
 @pytree
@@ -57,7 +55,7 @@ class AssistantDrafter(HeadDrafter):
     def propose(self, weights, state, prefix, cache, sample):
         lengths_B = prefix.lengths_B
 
-        def step(offset: Array | int, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+        def step(offset, token_B, carry):
             cache, feature_B1W = carry
             at_B = lengths_B - 1 + offset
             embedded_B1W, cache = self._embed(weights, token_B[:, None], at_B, cache)

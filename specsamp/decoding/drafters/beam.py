@@ -76,7 +76,7 @@ class BeamDrafter(ModelDrafter):
         )
         found = self._extend(nothing, logits_BV[:, None], 0, lengths_B, sample)
 
-        def step(offset: Array, carry: tuple[Any, Hypotheses]) -> tuple[Any, Hypotheses]:
+        def step(offset, carry):
             caches, found = carry
             tokens_RS = found.tokens_BWS.reshape(batch * beams, -1)
             end_R = jnp.repeat(lengths_B + offset, beams)

@@ -16,7 +16,7 @@ All laws are exact, since the rule gets the distribution that each token was dra
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from specsamp.models.dflash import BlockHead, Caches
 
 Array = jax.Array
-
-# The state of the head's correction; bool, whether all confidences so far were high enough; and
-# int32, the tokens before the first low confidence.
-_Carry = tuple[Any, Array, Array]
 
 LAWS = ("argmax", "marginals", "conditional")
 
@@ -103,7 +99,9 @@ class BlockDrafter(HeadDrafter):
             draft = sample.rows(self._expand(weights, logits_BKU))
             return draft.only_in(prefix.lengths_B >= 2), state, cache
 
-        def step(offset: Array | int, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+        def step(offset, token_B, carry):
+            # The state of the head's correction; whether all confidences so far were high enough;
+            # the tokens before the first low confidence.
             correction, goes_on_B, num_trusted_B = carry
             x_BD, logits_BU = (_row(x, offset) for x in (rows_BKD, logits_BKU))
             if self.threshold:

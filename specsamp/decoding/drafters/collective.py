@@ -383,7 +383,7 @@ def _run_if(
     draft, _ = jax.eval_shape(run, memory)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), draft)
 
-    def once(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+    def once(carry):
         return jnp.zeros_like(carry[0]), run(carry[1][1])
 
     return jax.lax.while_loop(lambda carry: carry[0], once, (is_needed, (nothing, memory)))[1]

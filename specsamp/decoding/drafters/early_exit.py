@@ -72,7 +72,7 @@ class EarlyExitDrafter(Drafter):
         check_is_target(self.model, target)
 
     def propose(self, weights, state, prefix, cache, sample):
-        def call(fed_BT: Array, offset: Array | int, cache: Any) -> Output:
+        def call(fed_BT, offset, cache):
             return self.exit_model(weights.target, fed_BT, prefix.lengths_B - 1 + offset, cache)
 
         draft, cache = self_draft(prefix, sample, self.K, self.window, cache, call)
@@ -97,7 +97,7 @@ def self_draft(
       The draft, and the cache after the last call.
     """
 
-    def step(offset: Array | int, token_B: Array, cache: Any) -> tuple[Array, Any]:
+    def step(offset, token_B, cache):
         fed_BT = jnp.broadcast_to(token_B[:, None], (len(token_B), width))
         output = call(fed_BT, offset, cache)
         return output.logits_BTV[:, 0], output.cache

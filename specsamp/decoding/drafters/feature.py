@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from specsamp.models.heads import Head
 
 Array = jax.Array
-FeatureCarry = tuple[Any, Any, Array]  # the head's cache, the target's, features
 
 MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 1 slots
 
@@ -185,13 +184,13 @@ class FeatureDrafter(HeadDrafter):
         ), cache
 
     def propose(self, weights, state, prefix, cache, sample):
-        def score(feature_BD: Array, offset: Array | int) -> Array:
+        def score(feature_BD, offset):
             # Logits of one position only: with two, a TPU spends more time on moving the logits
             # than on the head.
             logits_BTU = self._logits(weights, self._widen(feature_BD), offset)
             return self._expand(weights, logits_BTU[:, 0])
 
-        def step(offset: Array, token_B: Array, carry: FeatureCarry) -> tuple[Array, FeatureCarry]:
+        def step(offset, token_B, carry):
             head_cache, cache, feature_BD = carry
             at_B = prefix.lengths_B + offset - 1  # of this token
             embedded_BTD, cache = self._embed(weights, self._widen(token_B), at_B, cache)

@@ -13,7 +13,6 @@ from specsamp.models.interface import LanguageModel, check_logits
 from specsamp.sampling.rules import take_row
 
 Array = jax.Array
-_Carry = tuple[Any, Array]  # draft cache, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ class ModelDrafter(DrafterHooks, Drafter):
     def propose(self, weights, state, prefix, cache, sample):
         lengths_B = prefix.lengths_B
 
-        def step(offset: Array, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+        def step(offset, token_B, carry):
             state, tokens_BS = carry
             end_B = lengths_B + offset
             tokens_BS = write_tokens(tokens_BS, token_B[:, None], end_B - 1)

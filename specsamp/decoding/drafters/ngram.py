@@ -203,9 +203,7 @@ class NgramDrafter(DrafterHooks, Drafter):
     def _write(self, state: Logs, prefix: Prefix) -> Logs:
         """Appends the tokens of the last round to the logs; of a new text, the last K + 1."""
 
-        def write(
-            table: NgramTable, end: Array, seen: Array, tokens_S: Array, length: Array
-        ) -> tuple[NgramTable, Array]:
+        def write(table, end, seen, tokens_S, length):
             count = jnp.clip(length - seen, 0, self.K + 1)
             (size,), (_, num_hashes) = table.tokens_R.shape, table.slots_NH.shape
             index_T = jnp.arange(self.K + 1, dtype=jnp.int32)

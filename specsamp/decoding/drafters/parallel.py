@@ -9,7 +9,6 @@ Where a text is read on, masks are read over (``looks_ahead``).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ class ParallelDrafter(ModelDrafter):
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
 
-        def step(offset: Array | int, token_B: Array | None, carry: Any) -> tuple[Array, Any]:
+        def step(offset, token_B, carry):
             return take_row(output.logits_BTV, last_B + offset), carry
 
         draft, _ = sample.chain(self.K, step(0, None, ())[0], step, ())

@@ -37,7 +37,6 @@ from specsamp.models.interface import LanguageModel
 from specsamp.pytrees import pytree
 
 Array = jax.Array
-_Carry = tuple[Any, Array]  # draft cache, draft ids
 
 READ_WIDTH = 128  # most ids per call while a prompt is read; each row has as many scratch slots
 SLOTS_MULTIPLE = 128
@@ -289,7 +288,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         begin_B = jnp.minimum(begin_B, longest)
         end_B = jnp.minimum(self._length(state, last_B), longest)
 
-        def feed(index: Array, draft_cache: Any) -> Any:
+        def feed(index, draft_cache):
             at_B = jnp.minimum(begin_B + index * step, longest)
             ids_BT = gather_tokens(state.ids_BD, at_B, step)
             return self.model(weights.draft.model, ids_BT, at_B, draft_cache).cache
@@ -304,14 +303,14 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         length_B = jnp.clip(whole_B, 1, longest)
         of_model = dataclasses.replace(weights, draft=weights.draft.model)
 
-        def read(offset: Array | int, width: int, carry: _Carry) -> tuple[Array, _Carry]:
+        def read(offset, width, carry):
             draft_cache, ids_BD = carry
             logits_BU, draft_cache = self._drafter.last_logits(
                 of_model, draft_cache, ids_BD, length_B + offset, width
             )
             return restrict(logits_BU, weights.draft.draft_ids_V), (draft_cache, ids_BD)
 
-        def step(offset: Array, token_B: Array, carry: _Carry) -> tuple[Array, _Carry]:
+        def step(offset, token_B, carry):
             id_B1 = jnp.maximum(weights.draft.draft_ids_V[token_B], 0)[:, None]
             ids_BD = write_tokens(carry[1], id_B1, length_B + offset - 1)
             return read(offset, self.window, (carry[0], ids_BD))

@@ -24,7 +24,7 @@ from specsamp import validate
 from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
-from specsamp.decoding.drafters.feature import FeatureCarry, FeatureDrafter
+from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter, copied
 from specsamp.decoding.trees import (
@@ -40,7 +40,6 @@ from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import greedy
 
 Array = jax.Array
-Step = Callable[[DraftRows, Any], tuple[Array, Any]]  # see `specsamp.decoding.trees.grow`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +72,14 @@ class TreeDrafter(DrafterHooks):
         for model in (target, self.draft_model or target):  # a draft model reads trees, too
             check_model(model, self.tree.width)
 
-    def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Step:
+    def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Callable:
         """Returns a step for `grow` in which a model reads nodes; it carries the model's cache.
 
         If there are fewer new rows than the minimum per call, earlier rows are read again.
         """
         start_B = prefix.lengths_B - 1
 
-        def step(rows: DraftRows, cache: Any) -> tuple[Array, Any]:
+        def step(rows, cache):
             count = min(max(rows.newest, self.window), rows.count)
             at_B, block = start_B + rows.count - count, rows.block(start_B, count)
             output = model(weights, rows.tokens_BR[:, -count:], at_B, cache, block=block)
@@ -164,10 +163,10 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
     def propose(self, weights, state, prefix, cache, sample):
         start_B, head = prefix.lengths_B - 1, self.head
 
-        def score(features_BTD: Array, offset: int) -> Array:
+        def score(features_BTD, offset):
             return self._expand(weights, self._logits(weights, features_BTD, offset))
 
-        def step(rows: DraftRows, carry: FeatureCarry) -> tuple[Array, FeatureCarry]:
+        def step(rows, carry):
             head_cache, cache, features_BRD = carry
             if not head.config.has_layer:
                 return score(features_BRD, rows.depths[-1]), carry
@@ -223,7 +222,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         pending_B1, head = prefix.pending_B1, self.head
         rows_BKD, logits_BKU, state = self._run_block(weights, state, prefix)
 
-        def score(rows: DraftRows, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
+        def score(rows, corrections):
             logits_BU, x_BD = logits_BKU[:, rows.depths[-1]], rows_BKD[:, rows.depths[-1]]
             if self.law == "marginals":
                 return self._expand(weights, logits_BU)[:, None], corrections

@@ -12,7 +12,6 @@ target's cache is not written, so it holds the keys and values of scoring calls 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.decoding.drafter import Drafter, check_is_target, positions_of
 from specsamp.decoding.drafters.early_exit import self_draft
-from specsamp.models.interface import Block, LanguageModel, Output
+from specsamp.models.interface import Block, LanguageModel
 
 Array = jax.Array
 
@@ -84,7 +83,7 @@ class WindowDrafter(Drafter):
             jnp.tri(self.positions, dtype=bool), (batch, self.positions, self.positions)
         )
 
-        def call(fed_BT: Array, offset: Array | int, copy: Any) -> Output:
+        def call(fed_BT, offset, copy):
             block = Block(
                 start_B=held_B + offset,
                 positions_BT=(before_B + offset)[:, None] + jnp.arange(self.positions)[None],

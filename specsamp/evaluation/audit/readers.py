@@ -74,7 +74,7 @@ def _(drafter: BeamDrafter) -> None:
 
 @reader.register
 def _(drafter: EarlyExitDrafter) -> Reader:
-    def with_target(target: LanguageModel) -> Drafter:
+    def with_target(target):
         return WholeTargetDrafter(target, target.num_layers, drafter.K, drafter.window)
 
     return Reader(

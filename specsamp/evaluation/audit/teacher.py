@@ -192,13 +192,13 @@ def _judge(
         draw = jax.vmap(lambda offset: keys.position_gumbels(offset, V), out_axes=1)
         noise_BNV = draw(jnp.arange(N))
 
-    def scores(logits_BNV: Array) -> Array:
+    def scores(logits_BNV):
         return log_probs(warp, logits_BNV) + noise_BNV
 
-    def is_token(tokens_BN: Array) -> Array:
+    def is_token(tokens_BN):
         return jnp.arange(V)[None, None] == tokens_BN[..., None]
 
-    def is_larger(tokens_BN: Array) -> Array:
+    def is_larger(tokens_BN):
         return logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
 
     scores_BNV = scores(logits_BNV)
