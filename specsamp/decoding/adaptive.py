@@ -88,7 +88,7 @@ class Entropy(Stop):
         validate.number("Entropy's least", self.least, 0, 1)
         validate.number("Entropy's weight", self.weight, 0, math.inf, above=True)
 
-    def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
+    def goes_on(self, log_probs_BV, log_prob_B):
         probs_BV = jnp.exp(log_probs_BV)
         entropy_B = -jnp.sum(jnp.where(probs_BV > 0, probs_BV * log_probs_BV, 0), axis=-1)
         return 1 - jnp.sqrt(self.weight * entropy_B) >= self.least
@@ -103,7 +103,7 @@ class Confidence(Stop):
     def __post_init__(self):
         validate.number("Confidence's least", self.least, 0, 1)
 
-    def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
+    def goes_on(self, log_probs_BV, log_prob_B):
         return log_prob_B >= jnp.log(self.least)
 
 

@@ -219,7 +219,7 @@ class Paused(NoDrafter):
     drafter: Drafter
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
+    def hidden_layers(self):
         return self.drafter.hidden_layers
 
     def commit(self, weights, state, scored, cache):

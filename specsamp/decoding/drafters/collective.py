@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ from specsamp.decoding.drafter import (
     Drafter,
     DrafterHooks,
     Prefix,
-    Sampler,
     Weights,
     hooks_of,
     with_length,
@@ -116,32 +114,32 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             raise ValueError(f"parts must draft chains; {trees[0]} drafts a tree: leave it out")
 
     @property
-    def K(self) -> int:
+    def K(self):
         return self.parts[0].K
 
     @property
-    def exact(self) -> bool:
+    def exact(self):
         return all(part.exact for part in self.parts)
 
     @property
-    def row_independent(self) -> bool:
+    def row_independent(self):
         return all(hooks_of(part).row_independent for part in self.parts)
 
     @property
-    def looks_ahead(self) -> int:
+    def looks_ahead(self):
         return max(hooks_of(part).looks_ahead for part in self.parts)
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
+    def hidden_layers(self):
         """Returns the layers that any part reads."""
         return tuple(sorted({layer for part in self.parts for layer in part.hidden_layers}))
 
     @property
-    def max_positions(self) -> int | None:
+    def max_positions(self):
         return min((part.max_positions for part in self.parts if part.max_positions), default=None)
 
     @property
-    def weights_key(self) -> tuple:
+    def weights_key(self):
         return tuple((type(part), part.weights_key) for part in self.parts)
 
     def of_length(self, K):
@@ -216,27 +214,6 @@ class CollectiveDrafter(DrafterHooks, Drafter):
             expected_BP=state.expected_BP + (weight_BP * surprise_BP).astype(jnp.float32),
         ), cache
 
-    def _draft_part(
-        self,
-        i: int,
-        weights: Weights,
-        prefix: Prefix,
-        sample: Sampler,
-        rows_B: Array,
-        memory: _Memory,
-    ) -> tuple[Draft, _Memory]:
-        """Lets part i read the tokens that it missed in ``rows_B``, and draft in these rows."""
-        part, own, (state, seen_B, cache) = self.parts[i], _weights_of(weights, i), memory
-        known_B = num_covered(part, prefix.lengths_B)
-        if hooks_of(part).falls_behind:
-            state, _ = catch_up(part, own, state, prefix, seen_B, rows_B, sample.any_shard)
-        keys = _PartKeys(**vars(sample.keys), part=i)
-        sample = dataclasses.replace(sample, keys=keys)
-        draft, state, cache = part.propose(own, state, prefix, cache, sample)
-        # The counts of other rows stay, so that no count depends on the rest of the batch. If the
-        # first n tokens are emitted, the state covers n more.
-        return draft.only_in(rows_B), (state, jnp.where(rows_B, known_B + 1, seen_B), cache)
-
     def _each(self, params: Any) -> tuple[Any, ...]:
         """Returns the parameters of each part."""
         return params if isinstance(params, tuple) else (params,) * len(self.parts)
@@ -252,11 +229,25 @@ class CollectiveDrafter(DrafterHooks, Drafter):
         waits_B = jnp.ones(prefix.lengths_B.shape, bool)
         if sample.draft_lengths_B is not None:
             waits_B = sample.draft_lengths_B > 0
-        for i in range(len(self.parts)):
+        for i, part in enumerate(self.parts):
             rows_B = waits_B if first_B is None else waits_B & (first_B <= i)
-            run = functools.partial(self._draft_part, i, weights, prefix, sample, rows_B)
+            own, keys = _weights_of(weights, i), _PartKeys(**vars(sample.keys), part=i)
+
+            def read_and_draft(memory, part=part, own=own, keys=keys, rows_B=rows_B):
+                state, seen_B, cache = memory
+                if hooks_of(part).falls_behind:
+                    state, _ = catch_up(part, own, state, prefix, seen_B, rows_B, sample.any_shard)
+                draft, state, cache = part.propose(
+                    own, state, prefix, cache, dataclasses.replace(sample, keys=keys)
+                )
+                # The counts of other rows stay, so that no count depends on the rest of the batch.
+                # If the first n tokens are emitted, the state covers n more.
+                known_B = num_covered(part, prefix.lengths_B)
+                seen_B = jnp.where(rows_B, known_B + 1, seen_B)
+                return draft.only_in(rows_B), (state, seen_B, cache)
+
             memory = state.parts[i], state.seen_BP[:, i], cache
-            draft, memory = _run_if(sample.any_shard(rows_B.any()), run, memory)
+            draft, memory = _run_if(sample.any_shard(rows_B.any()), read_and_draft, memory)
             if first_B is not None:
                 waits_B &= draft.num_drafted_B == 0
             cache = memory[2]

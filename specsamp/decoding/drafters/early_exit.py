@@ -60,7 +60,7 @@ class EarlyExitDrafter(Drafter):
         return self.model.num_layers - 1
 
     @property
-    def weights_key(self) -> None:
+    def weights_key(self):
         return None
 
     @property

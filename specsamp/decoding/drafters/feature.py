@@ -63,11 +63,11 @@ class HeadDrafter(Drafter):
     K: int
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
+    def hidden_layers(self):
         return self.head.hidden_layers
 
     @property
-    def weights_key(self) -> Head:
+    def weights_key(self):
         return self.head
 
     def check(self, target, draft, draft_params):

@@ -36,15 +36,15 @@ class ModelDrafter(DrafterHooks, Drafter):
     falls_behind = True
 
     @property
-    def draft_model(self) -> LanguageModel:
+    def draft_model(self):
         return self.model
 
     @property
-    def max_positions(self) -> int | None:
+    def max_positions(self):
         return self.model.max_positions
 
     @property
-    def weights_key(self) -> LanguageModel:
+    def weights_key(self):
         return self.model
 
     @property

@@ -60,7 +60,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
         return self.modules + 2
 
     @property
-    def looks_ahead(self) -> int:
+    def looks_ahead(self):
         """Returns how many tokens beyond the next one a slot of the last module depends on."""
         return self.modules - 1
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,11 +120,11 @@ class NgramDrafter(DrafterHooks, Drafter):
             object.__setattr__(self, "corpus", Corpus.of(self.corpus))
 
     @property
-    def weights_key(self) -> Any:
+    def weights_key(self):
         return None if self.corpus is None else (self.corpus, self.max_ngram)
 
     @property
-    def row_independent(self) -> bool:
+    def row_independent(self):
         return not self.log
 
     def check(self, target, draft, draft_params):

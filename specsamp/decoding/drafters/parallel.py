@@ -50,7 +50,7 @@ class ParallelDrafter(ModelDrafter):
         return max(self.window, self.K + 1)
 
     @property
-    def looks_ahead(self) -> int:
+    def looks_ahead(self):
         """Returns how many slots before the last two may hold masks."""
         return self.first_window - 2
 

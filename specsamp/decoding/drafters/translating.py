@@ -159,11 +159,11 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         validate.integer("window", self.window, 1, READ_WIDTH)
 
     @property
-    def draft_model(self) -> LanguageModel:
+    def draft_model(self):
         return self.model
 
     @property
-    def weights_key(self) -> Any:
+    def weights_key(self):
         return self.model, self.vocabulary
 
     @property

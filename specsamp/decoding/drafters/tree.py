@@ -58,7 +58,7 @@ class TreeDrafter(DrafterHooks):
         super().__post_init__()
 
     @property
-    def depth(self) -> int:
+    def depth(self):
         return self.tree.depth
 
     def of_length(self, K):

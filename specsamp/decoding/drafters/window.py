@@ -60,7 +60,7 @@ class WindowDrafter(Drafter):
             )
 
     @property
-    def weights_key(self) -> None:
+    def weights_key(self):
         return None
 
     def check(self, target, draft, draft_params):
