@@ -32,7 +32,28 @@ def append(
     """
     tokens_BT = verdict.tokens_BT
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
-    count_B, lengths_B, ending_B = _cut(request, state, verdict, target, positions)
+    # Stop tokens and the budget.
+    is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
+    is_stop_BT &= positions < verdict.num_emitted_B[:, None]
+    until_stop_B = jnp.where(
+        is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1]
+    )
+    room_B = request.limits_B - state.lengths_B
+    wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
+    # Nothing is emitted from the first position with invalid logits on: NaN, +inf, or -inf for all
+    # tokens.
+    valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
+    if request.sampling.may_exclude_all:
+        valid_BT &= target.has_token()
+    count_B = jnp.minimum(wanted_B, count_leading(valid_BT))
+    valid_B = count_B == wanted_B
+    count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
+    # The end of a row that was running.
+    stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
+    ending_B = jnp.where(
+        stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH)
+    )
+    ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
 
     def put(buffer_BS, block_BT):
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
@@ -50,7 +71,7 @@ def append(
         state,
         tokens_BS=put(state.tokens_BS, tokens_BT),
         from_draft_BS=put(state.from_draft_BS, positions < verdict.num_accepted_B[:, None]),
-        lengths_B=lengths_B,
+        lengths_B=state.lengths_B + count_B,
         finish_B=jnp.where(state.running_B, ending_B, state.finish_B).astype(jnp.int32),
         stats=_count(state.stats, state.running_B, draft, verdict, count_B),
         warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
@@ -58,40 +79,6 @@ def append(
             request.draft_sampling, state.draft_warp_state, tokens_BT, count_B
         ),
     )
-
-
-def _cut(
-    request: RequestBatch,
-    state: DecodeState,
-    verdict: Verdict,
-    target: TargetDistributions,
-    positions: Array,
-) -> tuple[Array, Array, Array]:
-    """Returns for each row the number of emitted tokens, the new length, and the `Finish` of a row
-    that was running.
-    """
-    tokens_BT = verdict.tokens_BT
-    is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
-    is_stop_BT &= positions < verdict.num_emitted_B[:, None]
-    until_stop_B = jnp.where(
-        is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1]
-    )
-    room_B = request.limits_B - state.lengths_B
-    wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
-    # Nothing is emitted from the first position with invalid logits on: NaN, +inf, or -inf for all
-    # tokens.
-    valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
-    if request.sampling.may_exclude_all:
-        valid_BT &= target.has_token()
-    count_B = jnp.minimum(wanted_B, count_leading(valid_BT))
-    valid_B = count_B == wanted_B
-    count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
-    stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
-    lengths_B = state.lengths_B + count_B
-    ending_B = jnp.where(
-        stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH)
-    )
-    return count_B, lengths_B, jnp.where(valid_B, ending_B, Finish.INVALID)
 
 
 def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> Any:

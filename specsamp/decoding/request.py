@@ -276,7 +276,4 @@ def _by_prompt(warp: Warp | None, count: int) -> list[Warp | None]:
     if warp is None:
         return [None] * count
     rows = for_rows(warp, count)
-    leaves, structure = jax.tree.flatten(rows)
-    return [
-        jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(count)
-    ]
+    return [jax.tree.map(lambda numbers: numbers[index], rows) for index in range(count)]

@@ -201,16 +201,15 @@ class Sampler:
     def begin(self, K: int) -> Drawn:
         """Returns a chain of no tokens, with places for K."""
         starts_B, lengths_B = self.keys.starts_B, self.draft_lengths_B
-        tokens_BK = jnp.zeros((len(starts_B), K), jnp.int32)
-        if lengths_B is None:
-            draft = Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(starts_B, K))
-            return Drawn(draft=draft, warp_state=self.warp_state)
-        return Drawn(
-            draft=Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.zeros_like(starts_B)),
-            warp_state=self.warp_state,
-            log_prob_B=jnp.zeros(starts_B.shape, jnp.float32),
-            goes_on_B=lengths_B > 0,
+        draft = Draft(
+            tokens_BK=jnp.zeros((len(starts_B), K), jnp.int32),
+            num_drafted_B=jnp.full_like(starts_B, K if lengths_B is None else 0),
         )
+        drawn = Drawn(draft=draft, warp_state=self.warp_state)
+        if lengths_B is None:
+            return drawn
+        nothing_B = jnp.zeros(starts_B.shape, jnp.float32)
+        return dataclasses.replace(drawn, log_prob_B=nothing_B, goes_on_B=lengths_B > 0)
 
     def draw(self, logits_BV: Array, offset: Array | int, drawn: Drawn) -> Drawn:
         """Returns the chain with one more token, drawn from the logits after the first ``offset``

@@ -78,7 +78,15 @@ def decode_and_score(
     written: dict[int, list[Completion]] = {key: [] for key in problems}
     timed = collections.Counter()
     for turn in itertools.count():
-        asked = _ask(pair, problems, written, turn, method, requests)
+        asked = {
+            key: prompt
+            for key, problem in problems.items()
+            if (prompt := conversation(problem, written[key], turn, requests)) is not None
+        }
+        if turn and asked:  # some may have become too long
+            room = positions_of(pair.target, method.drafter) - requests.max_new_tokens
+            sizes = lengths(pair, asked)
+            asked = {key: prompt for key, prompt in asked.items() if sizes[key] <= room}
         if not asked:
             break
         work = generate_many(
@@ -120,26 +128,6 @@ def decode_and_score(
         "exact": method.exact,
         "timed": dict(timed),
     }
-
-
-def _ask(
-    pair: Pair,
-    problems: Mapping[int, Problem],
-    written: Mapping[int, Sequence[Completion]],
-    turn: int,
-    method: Method,
-    requests: Requests,
-) -> dict[int, Prompt]:
-    """Returns the prompts of a turn, without those that have become too long."""
-    asked = {
-        key: prompt
-        for key, problem in problems.items()
-        if (prompt := conversation(problem, written[key], turn, requests)) is not None
-    }
-    if turn == 0 or not asked:
-        return asked
-    room = positions_of(pair.target, method.drafter) - requests.max_new_tokens
-    return {key: asked[key] for key, length in lengths(pair, asked).items() if length <= room}
 
 
 def conversation(
