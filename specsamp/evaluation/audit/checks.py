@@ -126,16 +126,51 @@ def audit(
     budget = budget_of(subject.method.rule)
     exact = subject.cast("float32") or subject
     level = settings.false_alarm / CHANCES
+    is_readable = budget is None and round_evidence.can_read(exact)
     progress("reading the prompts")
-    samples = _Samples(exact, settings, level, budget, progress)
     if "distribution" in settings.checks:
-        samples.cells  # before the first check
+        total = len(exact.prompts)
+        count = min(settings.distribution_prompts, total)
+        cells = distribution.read_cells(exact, [i * total // count for i in range(count)])
+
+    @functools.cache
+    def sampled():
+        return round_evidence.collect(
+            exact, detect=settings.detect, false_alarm=level, rows=settings.rows, progress=progress
+        )
+
+    def check_distribution():
+        check = distribution.count_pairs(
+            exact,
+            cells,
+            level=level,
+            detect=settings.detect,
+            allowed=distribution.TOKENS * (budget or 0.0),
+            rows=settings.rows,
+            progress=progress,
+        )
+        if is_readable:
+            return check & round_evidence.expected_ratios(
+                sampled(), detect=settings.detect, false_alarm=level
+            )
+        if budget is not None:
+            return check
+        return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
+
+    def check_acceptance():
+        method = exact.method
+        by_token = method if budget is None else dataclasses.replace(method, rule=TokenRule())
+        check = streams.equal_draft(dataclasses.replace(exact, method=by_token), level)
+        if not (is_readable and isinstance(method.rule, TokenRule)):
+            return check
+        return check & round_evidence.expected_acceptance(sampled(), false_alarm=level)
+
     run: dict[str, Callable[[], Check]] = {
         "greedy": lambda: streams.greedy_text(exact),
         "bfloat16": lambda: streams.bfloat16_text(exact, subject.cast("bfloat16")),
         "coupled": lambda: streams.coupled_text(exact),
-        "distribution": samples.distribution,
-        "acceptance": samples.acceptance,
+        "distribution": check_distribution,
+        "acceptance": check_acceptance,
         "neighbours": lambda: streams.neighbours(exact, level),
         "padding": lambda: streams.padding(exact, level),
     }
@@ -148,63 +183,6 @@ def audit(
             check = Check.tested(name, True, f"the check ended early: {error}")
         checks.append(check)
     return Audit(settings=settings, checks=tuple(checks), budget=budget)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Samples:
-    """The two checks of samples, on the same texts."""
-
-    subject: Subject
-    settings: Settings
-    level: float
-    budget: float | None
-    progress: Say
-
-    @property
-    def is_readable(self) -> bool:
-        return self.budget is None and round_evidence.can_read(self.subject)
-
-    @functools.cached_property
-    def cells(self) -> list[distribution.Cells]:
-        total = len(self.subject.prompts)
-        count = min(self.settings.distribution_prompts, total)
-        return distribution.read_cells(self.subject, [i * total // count for i in range(count)])
-
-    def distribution(self) -> Check:
-        check = distribution.count_pairs(
-            self.subject,
-            self.cells,
-            level=self.level,
-            detect=self.settings.detect,
-            allowed=distribution.TOKENS * (self.budget or 0.0),
-            rows=self.settings.rows,
-            progress=self.progress,
-        )
-        if self.is_readable:
-            return check & round_evidence.expected_ratios(
-                self.texts, detect=self.settings.detect, false_alarm=self.level
-            )
-        if self.budget is not None:
-            return check
-        return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
-
-    def acceptance(self) -> Check:
-        method = self.subject.method
-        by_token = method if self.budget is None else dataclasses.replace(method, rule=TokenRule())
-        check = streams.equal_draft(dataclasses.replace(self.subject, method=by_token), self.level)
-        if not (self.is_readable and isinstance(method.rule, TokenRule)):
-            return check
-        return check & round_evidence.expected_acceptance(self.texts, false_alarm=self.level)
-
-    @functools.cached_property
-    def texts(self) -> round_evidence.Rounds:
-        return round_evidence.collect(
-            self.subject,
-            detect=self.settings.detect,
-            false_alarm=self.level,
-            rows=self.settings.rows,
-            progress=self.progress,
-        )
 
 
 def budget_of(rule: Rule) -> float | None:
