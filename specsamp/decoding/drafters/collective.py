@@ -19,8 +19,6 @@ After a round with another draft, the state of a part lacks emitted tokens. ``se
 tokens that the state covers, and the part reads the missing ones before it drafts again.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ independent of the other drafted tokens. The next call overwrites the masks' ent
 Where a text is read on, masks are read over (``looks_ahead``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -10,8 +10,6 @@ A tree takes one call of the draft for each level except the last. The rule draw
 under greedy sampling they are the draft's most probable tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

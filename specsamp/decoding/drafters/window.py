@@ -9,8 +9,6 @@ A round begins with a copy of the slots of these tokens, to which its draft step
 target's cache is not written, so it holds the keys and values of scoring calls alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
