@@ -1,7 +1,6 @@
 """Drafts with an assistant of Gemma 4, which attends to the target's caches.
 
-A round takes K calls of one position. The state is the target's hidden state before the last token
-of the text.
+A round takes K calls of one position.
 """
 
 import dataclasses
@@ -12,23 +11,18 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.models.assistant import AssistantHead
-from specsamp.pytrees import pytree
 from specsamp.sampling.rules import take_row
 
 Array = jax.Array
 
 
-@pytree
-class AssistantState:
-    """The state of an assistant for each row, between rounds."""
-
-    feature_BW: Array  # the target's hidden state before the last token
-    ready_B: Array  # bool, whether there is one: a text of one token has none
-
-
 @dataclasses.dataclass(frozen=True)
 class AssistantDrafter(HeadDrafter):
-    """Drafts K tokens with ``head``, an assistant made for ``target``."""
+    """Drafts K tokens with ``head``, an assistant made for ``target``.
+
+    Its state is the target's hidden state before the last token, ``[B, W]``; a text of one token
+    has none, and nothing is drafted after it.
+    """
 
     head: AssistantHead
 
@@ -37,20 +31,14 @@ class AssistantDrafter(HeadDrafter):
 
     def init(self, batch, slots):
         config = self.head.config
-        return AssistantState(
-            feature_BW=jnp.zeros((batch, config.target_width), config.layer.compute_dtype),
-            ready_B=jnp.zeros((batch,), bool),
-        )
+        return jnp.zeros((batch, config.target_width), config.layer.compute_dtype)
 
     def read(self, weights, state, chunk, cache):
         features_BTW = self.head.fuse(weights.draft, chunk.output.hidden)
         row_B = chunk.lengths_B - 2 - chunk.start_B
         here_B = (row_B >= 0) & (row_B < features_BTW.shape[1])
         feature_BW = self._take(features_BTW, jnp.where(here_B, row_B, 0))
-        return AssistantState(
-            feature_BW=jnp.where(here_B[:, None], feature_BW, state.feature_BW),
-            ready_B=chunk.lengths_B >= 2,
-        ), cache
+        return jnp.where(here_B[:, None], feature_BW, state), cache
 
     def propose(self, weights, state, prefix, cache, sample):
         lengths_B = prefix.lengths_B
@@ -66,15 +54,14 @@ class AssistantDrafter(HeadDrafter):
             )
             return logits_B1V[:, 0], (cache, feature_B1W)
 
-        carry = cache, state.feature_BW[:, None]
+        carry = cache, state[:, None]
         logits_BV, carry = step(0, prefix.pending_B1[:, 0], carry)
         draft, (cache, _) = sample.chain(self.K, logits_BV, step, carry)
-        return draft.only_in(state.ready_B), state, cache
+        return draft.only_in(lengths_B >= 2), state, cache
 
     def commit(self, weights, state, scored, cache):
         features_BTW = self.head.fuse(weights.draft, scored.output.hidden)
-        feature_BW = self._take(features_BTW, scored.verdict.num_accepted_B)
-        return AssistantState(feature_BW=feature_BW, ready_B=jnp.ones_like(state.ready_B)), cache
+        return self._take(features_BTW, scored.verdict.num_accepted_B), cache
 
     def _take(self, features_BTW: Array, row_B: Array) -> Array:
         row_B = self.head.layout.on_all_devices(row_B)

@@ -44,8 +44,7 @@ class FeatureState:
     """The state of a head for each row, between rounds."""
 
     cache: Any  # slot t holds the pair of position t and the token after it
-    feature_BD: Array  # the head's output for the last pair
-    ready_B: Array  # bool, whether there is a last pair: a prompt of one token has none
+    feature_BD: Array  # the head's output for the last pair; a prompt of one token has none
     # The feature of the last prompt token that was read; its pair is completed by the next chunk.
     edge_BD: Array
     # Bool, whether there is such a token: not before the first chunk, and not after a round.
@@ -144,7 +143,6 @@ class FeatureDrafter(HeadDrafter):
         return FeatureState(
             cache=self.head.init_cache(batch, slots),
             feature_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
-            ready_B=jnp.zeros((batch,), bool),
             edge_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
             has_edge_B=jnp.zeros((batch,), bool),
         )
@@ -178,7 +176,6 @@ class FeatureDrafter(HeadDrafter):
         return FeatureState(
             cache=head_cache,
             feature_BD=jnp.where(here_B[:, None], feature_BD, state.feature_BD),
-            ready_B=lengths_B >= 2,
             edge_BD=features_BTD[:, -1],
             has_edge_B=jnp.ones_like(state.has_edge_B),
         ), cache
@@ -205,7 +202,7 @@ class FeatureDrafter(HeadDrafter):
         )
         # Rows without a last pair draft nothing.
         state = dataclasses.replace(state, cache=head_cache)
-        return draft.only_in(state.ready_B), state, cache
+        return draft.only_in(prefix.lengths_B >= 2), state, cache
 
     def commit(self, weights, state, scored, cache):
         # Position i pairs the hidden state at length - 1 + i with the token after it, which was
@@ -217,9 +214,10 @@ class FeatureDrafter(HeadDrafter):
             weights.draft, embedded_BTD, features_BTD, lengths_B - 1, state.cache
         )
         feature_BD = self.head.take(returned_BTD, scored.verdict.num_accepted_B)
-        ready_B, has_edge_B = jnp.ones_like(state.ready_B), jnp.zeros_like(state.has_edge_B)
-        state = dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD)
-        return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
+        has_edge_B = jnp.zeros_like(state.has_edge_B)
+        return dataclasses.replace(
+            state, cache=head_cache, feature_BD=feature_BD, has_edge_B=has_edge_B
+        ), cache
 
     def _widen(self, x: Array) -> Array:
         """Repeats a position ``window`` times, ``[B, T, ...]``; all except the first are stale in

@@ -194,7 +194,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
             self.tree, sample, prefix.pending_B1, logits_BV, step, carry
         )
         state = dataclasses.replace(state, cache=head_cache)
-        return draft.only_in(state.ready_B), state, cache
+        return draft.only_in(prefix.lengths_B >= 2), state, cache
 
 
 @dataclasses.dataclass(frozen=True)
