@@ -22,6 +22,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Chunk, Completion
 from specsamp.decoding.state import DecodeState, Finish
+from specsamp.decoding.text import TextStream
 
 
 def generate(
@@ -119,7 +120,10 @@ def chunks(
     """Yields the chunks of requests that were read into ``state``; returns the final state, in
     which all have ended.
     """
-    streams = [request.text_stream() for request in requests]
+    streams = [
+        request.continuation and TextStream(request.continuation, request.stops)
+        for request in requests
+    ]
     running, shown = [True] * len(requests), [0] * len(requests)
     while any(running):
         state = engine.run(state, rounds_per_chunk)

@@ -11,7 +11,7 @@ from specsamp import validate
 from specsamp.decoding.drafter import Drafter, hooks_of, positions_of
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair, Tokenizer
-from specsamp.decoding.text import Continuation, Stops, TextStream
+from specsamp.decoding.text import Continuation, Stops
 from specsamp.sampling.warp import Warp, for_rows, greedy
 
 # Characters: each piece of a stream is compared with the beginnings of all stop texts.
@@ -60,12 +60,6 @@ class Request:
     def continuation(self) -> Continuation | None:
         """Returns the decoder of the tokens after the prompt; None without a tokenizer."""
         return None if self.tokenizer is None else Continuation(self.tokenizer, self.prompt)
-
-    def text_stream(self) -> TextStream | None:
-        """Returns a new stream of the text, for any thread; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return TextStream(Continuation(self.tokenizer, self.prompt), self.stops)
 
 
 def make_requests(

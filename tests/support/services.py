@@ -76,7 +76,8 @@ class Caller:
         texts = []
         for request, pieces in zip(self.answer.requests, self.got):
             tokens = sum((piece.tokens for piece in pieces), [])
-            texts.append((tokens, pieces[-1].finish, request.text_stream().push(tokens, True)))
+            text = request.stops.text(request.continuation, tokens)
+            texts.append((tokens, pieces[-1].finish, text))
         return texts
 
 
