@@ -118,7 +118,7 @@ class TreeShape:
         width = max(map(len, families))
         return np.array([family + [-1] * (width - len(family)) for family in families], np.int32)
 
-    def choose(self, depth: int, nodes: Nodes) -> Index:
+    def choose(self, depth: int, values_BN: Array) -> Index:
         """Returns the nodes at this depth that get children, ``[1, W]``."""
         return np.array([self.inner(depth)]) - 1
 
@@ -189,12 +189,12 @@ class Growth:
         shape = (self.expanded if depth else 1, self.children)
         return known + np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
 
-    def choose(self, depth: int, nodes: Nodes) -> Index:
-        """Returns the most probable nodes of the last level, ``[B, W]``."""
-        start = nodes.tokens_BN.shape[1] - nodes.newest
-        return start + jax.lax.top_k(nodes.values_BN[:, start:], self.expanded)[1]
+    def choose(self, depth: int, values_BN: Array) -> Index:
+        """Returns the most probable nodes at this depth, the last level so far, ``[B, W]``."""
+        start = int(self.families(depth - 1)[0, 0])
+        return start + jax.lax.top_k(values_BN[:, start:], self.expanded)[1]
 
-    def best(self, nodes: Nodes, are_drawn: bool) -> Index:
+    def best(self, values_BN: Array, are_drawn: bool) -> Index:
         """Returns the most probable nodes, ``[B, K]``; raises ValueError for drawn nodes: none may
         be dropped.
         """
@@ -206,7 +206,7 @@ class Growth:
             )
         # A child is never more probable than its parent, and ties go to the earlier node: the kept
         # nodes are a tree.
-        return jnp.sort(jax.lax.top_k(nodes.values_BN, self.K)[1], axis=1)
+        return jnp.sort(jax.lax.top_k(values_BN, self.K)[1], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,12 +227,12 @@ class DraftRows:
     def count(self) -> int:
         return len(self.depths)
 
-    def then(self, nodes: Nodes, chosen_BW: Index) -> DraftRows:
-        """Returns these rows and the rows of the chosen nodes of the next level."""
-        count = chosen_BW.shape[1]
+    def then(self, tokens_BW: Array, parents_BW: Index) -> DraftRows:
+        """Returns these rows and the rows of chosen nodes of the next level."""
+        count = tokens_BW.shape[1]
         return DraftRows(
-            tokens_BR=jnp.concatenate([self.tokens_BR, pick(nodes.tokens_BN, chosen_BW)], axis=1),
-            parents_BR=_join(self.parents_BR, pick(nodes.parents_1N, chosen_BW)),
+            tokens_BR=jnp.concatenate([self.tokens_BR, tokens_BW], axis=1),
+            parents_BR=_join(self.parents_BR, parents_BW),
             depths=self.depths + (self.depths[-1] + 1,) * count,
             newest=count,
         )
@@ -244,53 +244,6 @@ class DraftRows:
         return _block(
             start_B, self.depths[-count:], _seen(self.parents_BR, self.depths[-1])[:, -count:]
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The nodes of a tree so far, level by level."""
-
-    tokens_BN: Array
-    parents_1N: np.ndarray  # the draft's rows of their parents
-    values_BN: Array  # the draft's log-probability of the path to each node; only for a `Growth`
-    # For each level from the second on, the nodes that the draft model read.
-    chosen: tuple[Index, ...] = ()
-    newest: int = 0  # number of nodes on the last level
-
-    def with_children(
-        self, rows: DraftRows, families_WC: np.ndarray, tokens_BWC: Array, law_BWV: Array | None
-    ) -> Nodes:
-        """Returns the nodes with the children of the newest rows.
-
-        Args:
-          law_BWV: the draft's log-probabilities, for ``values_BN``; None: no values are needed.
-        """
-        batch, (W, C) = len(tokens_BWC), families_WC.shape
-        order = np.argsort(families_WC.ravel(), kind="stable")[(families_WC < 0).sum() :]
-        parents_X = np.repeat(np.arange(rows.count - W, rows.count, dtype=np.int32), C)[order]
-        values_BN = self.values_BN
-        if law_BWV is not None:
-            of_paths_BW = pick(values_BN, self.chosen[-1]) if self.chosen else jnp.zeros((batch, 1))
-            values_BWC = of_paths_BW[..., None] + jnp.take_along_axis(law_BWV, tokens_BWC, axis=-1)
-            values_BN = jnp.concatenate([values_BN, values_BWC.reshape(batch, -1)], axis=1)
-        return dataclasses.replace(
-            self,
-            tokens_BN=jnp.concatenate(
-                [self.tokens_BN, tokens_BWC.reshape(batch, -1)[:, order]], axis=1
-            ),
-            parents_1N=np.concatenate([self.parents_1N, parents_X[None]], axis=1),
-            values_BN=values_BN,
-            newest=len(order),
-        )
-
-    def read_rows(self) -> Index:
-        """Returns the draft model's row of each node, ``[B, N]``; 0 for nodes that it did
-        not read.
-        """
-        chosen_BR = functools.reduce(_join, self.chosen, np.zeros((1, 0), np.int32))
-        is_node_BRN = chosen_BR[..., None] == np.arange(self.parents_1N.shape[1])[None, None]
-        row_1R1 = 1 + np.arange(chosen_BR.shape[1], dtype=np.int32)[None, :, None]
-        return (is_node_BRN * row_1R1).sum(axis=1)
 
 
 def pick(x_BN: Index, index_BW: Index) -> Index:
@@ -404,20 +357,19 @@ def grow(
     """
     batch, grows = len(logits_BV), isinstance(tree, Growth)
     rows, laws, law_of_row = DraftRows.first(pending_B1), [], []
-    empty_B0 = jnp.zeros((batch, 0), jnp.int32)
-    nodes = Nodes(
-        tokens_BN=empty_B0,
-        parents_1N=np.zeros((1, 0), np.int32),
-        values_BN=empty_B0.astype(jnp.float32),
-    )
+    # The nodes so far, level by level: their tokens, the draft's rows of their parents, those that
+    # the draft has read, and for a `Growth` the draft's log-probability of the path to each.
+    tokens_BN = jnp.zeros((batch, 0), jnp.int32)
+    parents_1N = chosen_BR = np.zeros((1, 0), np.int32)
+    values_BN, values_BW = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 1), jnp.float32)
     logits_BWV, states = logits_BV[:, None], jax.tree.map(lambda x: x[:, None], sample.warp_state)
     for depth in range(tree.depth):
         if depth:
-            chosen_BW = tree.choose(depth, nodes)
-            # Among the rows of one level.
-            above_BW = pick(nodes.parents_1N, chosen_BW) - (rows.count - rows.newest)
-            nodes = dataclasses.replace(nodes, chosen=(*nodes.chosen, chosen_BW))
-            rows = rows.then(nodes, chosen_BW)
+            chosen_BW = tree.choose(depth, values_BN)
+            chosen_BR = _join(chosen_BR, chosen_BW)
+            of_parents_BW = pick(parents_1N, chosen_BW)
+            above_BW = of_parents_BW - (rows.count - rows.newest)  # among the rows of one level
+            rows = rows.then(pick(tokens_BN, chosen_BW), of_parents_BW)
             logits_BWV, carry = step(rows, carry)
             states = jax.tree.map(functools.partial(pick, index_BW=above_BW), states)
             states = sample.advance_all(states, rows.tokens_BR[:, -rows.newest :])
@@ -431,16 +383,28 @@ def grow(
             laws.append(law_BWV)
         elif grows:
             law_BWV = jax.nn.log_softmax(logits_BWV.astype(jnp.float32), axis=-1)
-        nodes = nodes.with_children(rows, families_WC, tokens_BWC, law_BWV if grows else None)
-    is_whole = nodes.tokens_BN.shape[1] == tree.K
-    proposed_BK = np.arange(tree.K)[None] if is_whole else tree.best(nodes, are_drawn=bool(laws))
-    read_BT = _join(np.zeros((1, 1), np.int32), pick(nodes.read_rows(), proposed_BK))
+        if grows:
+            if depth:
+                values_BW = pick(values_BN, chosen_BW)
+            values_BWC = values_BW[..., None] + jnp.take_along_axis(law_BWV, tokens_BWC, axis=-1)
+            values_BN = jnp.concatenate([values_BN, values_BWC.reshape(batch, -1)], axis=1)
+        # Level by level; -1 is no child.
+        order = np.argsort(families_WC.ravel(), kind="stable")[(families_WC < 0).sum() :]
+        tokens_BN = jnp.concatenate([tokens_BN, tokens_BWC.reshape(batch, -1)[:, order]], axis=1)
+        newest_W = np.arange(rows.count - rows.newest, rows.count, dtype=np.int32)
+        parents_X = np.repeat(newest_W, families_WC.shape[1])[order]
+        parents_1N = np.concatenate([parents_1N, parents_X[None]], axis=1)
+    is_whole = tokens_BN.shape[1] == tree.K
+    proposed_BK = np.arange(tree.K)[None] if is_whole else tree.best(values_BN, bool(laws))
+    # The draft model's row of each node; 0 for nodes that it did not read.
+    is_row_BRN = chosen_BR[..., None] == np.arange(tokens_BN.shape[1])[None, None]
+    rows_BN = (is_row_BRN * np.arange(1, rows.count, dtype=np.int32)[None, :, None]).sum(axis=1)
+    read_BT = _join(np.zeros((1, 1), np.int32), pick(rows_BN, proposed_BK))
     # A parent's scored row is the one whose row in the draft model is the parent's row.
     is_read_BT = (read_BT > 0) | (np.arange(tree.K + 1) == 0)[None]
-    is_parent_BKT = (
-        pick(nodes.parents_1N, proposed_BK)[..., None] == read_BT[:, None]
-    ) & is_read_BT[:, None]
-    tokens_BK = pick(nodes.tokens_BN, proposed_BK)
+    is_parent_BKT = pick(parents_1N, proposed_BK)[..., None] == read_BT[:, None]
+    is_parent_BKT = is_parent_BKT & is_read_BT[:, None]
+    tokens_BK = pick(tokens_BN, proposed_BK)
     draft = tree_draft(
         tree,
         tokens_BK,
