@@ -23,7 +23,7 @@ ALLOWED = {
     "decoding/drafters/ngram.py: NgramDrafter.prepare": "hashes below the size",
     "decoding/drafters/ngram.py: NgramDrafter._write.write": "drops places that are not used",
     "decoding/drafters/collective.py: CollectiveDrafter.propose": "the first K tokens of a draft",
-    "decoding/drafters/beam.py: BeamDrafter._extend": "an offset below K",
+    "decoding/drafters/beam.py: BeamDrafter.propose.extend": "an offset below K",
     "decoding/sampler.py: Sampler.draw.put": "an offset below K",
     "decoding/drafters/translating.py: TranslatingDrafter.init": "the first slots of an empty text",
     "decoding/drafters/translating.py: TranslatingDrafter._append": "drops ids that do not fit",

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Sampler
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.decoding.trees import pick
@@ -74,7 +73,30 @@ class BeamDrafter(ModelDrafter):
             parents_BW=jnp.zeros((batch, 1), jnp.int32),
             warp_state=jax.tree.map(lambda x: x[:, None], sample.warp_state),
         )
-        found = self._extend(nothing, logits_BV[:, None], 0, lengths_B, sample)
+        warped = jax.vmap(functools.partial(log_probs, sample.warp), in_axes=1, out_axes=1)
+        write = jax.vmap(write_tokens, in_axes=(1, 1, None), out_axes=1)
+
+        def extend(found, logits_BWV, offset):
+            """Extends all hypotheses by one token; returns the W most probable hypotheses."""
+            log_probs_BWV = warped(logits_BWV, found.warp_state)
+            vocab_size = log_probs_BWV.shape[-1]
+            if sample.draft_lengths_B is not None:  # the search of a row ends with its draft
+                padding_V = jnp.where(jnp.arange(vocab_size) == 0, 0.0, -jnp.inf)
+                goes_on_B11 = (offset < sample.draft_lengths_B)[:, None, None]
+                log_probs_BWV = jnp.where(goes_on_B11, log_probs_BWV, padding_V[None, None])
+            joint_BWV = found.scores_BWK.sum(-1)[..., None] + log_probs_BWV
+            _, best_BW = jax.lax.top_k(joint_BWV.reshape(batch, -1), beams)
+            parents_BW, tokens_BW = best_BW // vocab_size, best_BW % vocab_size
+            scores_BW = jnp.take_along_axis(log_probs_BWV.reshape(batch, -1), best_BW, axis=1)
+            kept = jax.tree.map(functools.partial(pick, index_BW=parents_BW), found)
+            return Hypotheses(
+                tokens_BWS=write(kept.tokens_BWS, tokens_BW[..., None], lengths_B + offset),
+                scores_BWK=kept.scores_BWK.at[:, :, offset].set(scores_BW.astype(jnp.float32)),
+                parents_BW=parents_BW,
+                warp_state=sample.advance_all(kept.warp_state, tokens_BW),
+            )
+
+        found = extend(nothing, logits_BV[:, None], 0)
 
         def step(offset, carry):
             caches, found = carry
@@ -82,7 +104,7 @@ class BeamDrafter(ModelDrafter):
             end_R = jnp.repeat(lengths_B + offset, beams)
             logits_RV, caches = self.last_logits(weights, caches, tokens_RS, end_R, width)
             logits_BWV = logits_RV.reshape(batch, beams, -1)
-            return caches, self._extend(found, logits_BWV, offset, lengths_B, sample)
+            return caches, extend(found, logits_BWV, offset)
 
         caches = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), state)
         caches, found = jax.lax.fori_loop(1, self.K, step, (caches, found))
@@ -96,32 +118,3 @@ class BeamDrafter(ModelDrafter):
             scores_BK=found.scores_BWK[:, 0],
         )
         return draft, state, cache
-
-    def _extend(
-        self,
-        found: Hypotheses,
-        logits_BWV: Array,
-        offset: Array | int,
-        lengths_B: Array,
-        sample: Sampler,
-    ) -> Hypotheses:
-        """Extends all hypotheses by one token and returns the W most probable hypotheses."""
-        warped = jax.vmap(functools.partial(log_probs, sample.warp), in_axes=1, out_axes=1)
-        log_probs_BWV = warped(logits_BWV, found.warp_state)
-        batch, _, vocab_size = log_probs_BWV.shape
-        if sample.draft_lengths_B is not None:  # the search of a row ends with its draft
-            padding_V = jnp.where(jnp.arange(vocab_size) == 0, 0.0, -jnp.inf)
-            goes_on_B11 = (offset < sample.draft_lengths_B)[:, None, None]
-            log_probs_BWV = jnp.where(goes_on_B11, log_probs_BWV, padding_V[None, None])
-        joint_BWV = found.scores_BWK.sum(-1)[..., None] + log_probs_BWV
-        _, best_BW = jax.lax.top_k(joint_BWV.reshape(batch, -1), self.beams)
-        parents_BW, tokens_BW = best_BW // vocab_size, best_BW % vocab_size
-        scores_BW = jnp.take_along_axis(log_probs_BWV.reshape(batch, -1), best_BW, axis=1)
-        kept = jax.tree.map(functools.partial(pick, index_BW=parents_BW), found)
-        write = jax.vmap(write_tokens, in_axes=(1, 1, None), out_axes=1)
-        return Hypotheses(
-            tokens_BWS=write(kept.tokens_BWS, tokens_BW[..., None], lengths_B + offset),
-            scores_BWK=kept.scores_BWK.at[:, :, offset].set(scores_BW.astype(jnp.float32)),
-            parents_BW=parents_BW,
-            warp_state=sample.advance_all(kept.warp_state, tokens_BW),
-        )
