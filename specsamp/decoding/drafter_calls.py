@@ -1,4 +1,4 @@
-"""Calls the methods of a drafter for the loop, and checks their results while tracing.
+"""Checks the results of a drafter's methods for the loop, while tracing.
 
 A draft counts as many tokens as were returned. It ends before an id that is no token of the
 vocabulary, before a distribution without mass 1, and before a token that has no probability in its
@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.drafter import Drafter, PromptChunk, Proposal, ScoredRound, hooks_of
-from specsamp.decoding.sampler import Sampler
+from specsamp.decoding.drafter import Drafter, PromptChunk, hooks_of
 from specsamp.decoding.state import Prefix, Weights, gather_tokens
 from specsamp.sampling.rules import Draft, at_tokens, count_leading
 
@@ -26,68 +25,64 @@ Array = jax.Array
 MASS_ERROR = 0.01  # of a distribution; rounding makes 1e-3 at most
 
 
-def read_prompt(
-    drafter: Drafter, weights: Weights, state: Any, chunk: PromptChunk, cache: Any
-) -> tuple[Any, Any]:
-    """Returns the results of `Drafter.read`: the drafter's state and the target's cache.
+def checked(drafter: Drafter, method: str, returned: Any, **given: Any) -> tuple[Any, ...]:
+    """Returns the results of a method; state and cache must be like those given.
+
+    Only the state that `Drafter.propose` returns may be anything, since `Drafter.commit` gets it.
 
     Raises:
       ValueError: while tracing, if their structures, shapes or dtypes have changed.
     """
-    returned = drafter.read(weights, state, chunk, cache)
-    return _unpack(drafter, "read", returned, state=state, cache=cache)
+    name = f"{type(drafter).__name__}.{method}"
+    if not isinstance(returned, tuple) or len(returned) != len(given):
+        raise ValueError(
+            f"{name} must return a tuple ({', '.join(given)}); got {type(returned).__name__}"
+        )
+    for (part, before), after in zip(given.items(), returned):
+        if method != "propose" or part == "cache":
+            _check_alike(name, part, before, after)
+    return returned
 
 
-def commit_round(
-    drafter: Drafter, weights: Weights, state: Any, scored: ScoredRound, cache: Any, before: Any
-) -> tuple[Any, Any]:
-    """Returns the results of `Drafter.commit`; see `read_prompt`.
-
-    Args:
-      state: from `propose_draft`.
-      before: the state that it was given, which the new state must be like.
-    """
-    returned = drafter.commit(weights, state, scored, cache)
-    return _unpack(drafter, "commit", returned, state=before, cache=cache)
-
-
-def propose_draft(
-    drafter: Drafter,
-    weights: Weights,
-    state: Any,
-    prefix: Prefix,
-    cache: Any,
-    sample: Sampler,
-    vocab_size: int,
-) -> Proposal:
-    """Returns the results of `Drafter.propose`, with each draft cut before its first node that
-    cannot be one.
+def cut_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> Draft:
+    """Returns a proposal, with each draft cut before its first node that cannot be one.
 
     Such a node is no token of the vocabulary, it was not drawn from a distribution, or its parent
     does not come before it or has no distribution.
 
     Raises:
-      ValueError: while tracing, naming the field that has another structure, shape or dtype than
-        `Draft` or the cache.
+      ValueError: while tracing, naming the field that has another type, shape or dtype than those
+        of `Draft`.
     """
-    returned = drafter.propose(weights, state, prefix, cache, sample)
-    draft, state, cache = _unpack(
-        drafter, "propose", returned, draft=None, state=state, cache=cache
-    )
-    _check_draft(drafter, draft, len(prefix.lengths_B), vocab_size)
+    name = f"{type(drafter).__name__}.propose"
+    if not isinstance(draft, Draft):
+        raise ValueError(f"{name} must return a Draft; got {type(draft).__name__}")
+    _check_array(f"{name}: tokens_BK", draft.tokens_BK, jnp.integer, (batch, None))
+    nodes = draft.tokens_BK.shape[1]
+    if nodes > drafter.K:
+        raise ValueError(
+            f"{name}: tokens_BK has {nodes} tokens per row, more than K = {drafter.K}: return K at "
+            "most"
+        )
+    laws = nodes if draft.parents_BK is None else None
+    shapes = {"num_drafted_B": (batch,), "log_probs_BRV": (batch, laws, vocab_size)}
+    shapes |= {"parents_BK": (batch, nodes), "law_rows_BT": (batch, nodes + 1)}
+    for field, shape in shapes.items():
+        value = getattr(draft, field)
+        if value is not None or field == "num_drafted_B":
+            kind = jnp.floating if field == "log_probs_BRV" else jnp.integer
+            _check_array(f"{name}: {field}", value, kind, shape)
     is_token_BK = (draft.tokens_BK >= 0) & (draft.tokens_BK < vocab_size)
     is_node_BK = is_token_BK & (
         _is_drawn(draft) if draft.parents_BK is None else _has_parent(draft)
     )
-    num_nodes_B = count_leading(is_node_BK)
-    draft = dataclasses.replace(
+    return dataclasses.replace(
         draft,
         # The target reads the tokens after the end of a draft, too. An embedding that does not
         # exist would be NaN.
         tokens_BK=jnp.where(is_token_BK, draft.tokens_BK, 0).astype(jnp.int32),
-        num_drafted_B=jnp.clip(draft.num_drafted_B, 0, num_nodes_B).astype(jnp.int32),
+        num_drafted_B=jnp.clip(draft.num_drafted_B, 0, count_leading(is_node_BK)).astype(jnp.int32),
     )
-    return draft, state, cache
 
 
 def num_covered(drafter: Drafter, lengths_B: Array) -> Array:
@@ -130,7 +125,8 @@ def catch_up(
         chunk = PromptChunk(
             tokens_BT=tokens_BT, start_B=start_B, lengths_B=prefix.lengths_B, output=None
         )
-        state, _ = read_prompt(drafter, weights, state, chunk, None)
+        returned = drafter.read(weights, state, chunk, None)
+        state, _ = checked(drafter, "read", returned, state=state, cache=None)
         return state, start_B + drafter.K + 1
 
     def is_behind(carry):
@@ -138,30 +134,6 @@ def catch_up(
 
     state, seen_B = jax.lax.while_loop(is_behind, read, (state, seen_B))
     return state, jnp.minimum(seen_B, prefix.lengths_B)
-
-
-def _check_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> None:
-    """Raises ValueError, while tracing, if a draft has other types, shapes or dtypes than
-    `Draft`.
-    """
-    name = f"{type(drafter).__name__}.propose"
-    if not isinstance(draft, Draft):
-        raise ValueError(f"{name} must return a Draft; got {type(draft).__name__}")
-    _check_array(f"{name}: tokens_BK", draft.tokens_BK, jnp.integer, (batch, None))
-    nodes = draft.tokens_BK.shape[1]
-    if nodes > drafter.K:
-        raise ValueError(
-            f"{name}: tokens_BK has {nodes} tokens per row, more than K = {drafter.K}: return K at "
-            "most"
-        )
-    laws = nodes if draft.parents_BK is None else None
-    shapes = {"num_drafted_B": (batch,), "log_probs_BRV": (batch, laws, vocab_size)}
-    shapes |= {"parents_BK": (batch, nodes), "law_rows_BT": (batch, nodes + 1)}
-    for field, shape in shapes.items():
-        value = getattr(draft, field)
-        if value is not None or field == "num_drafted_B":
-            kind = jnp.floating if field == "log_probs_BRV" else jnp.integer
-            _check_array(f"{name}: {field}", value, kind, shape)
 
 
 def _mass(draft: Draft) -> Array:
@@ -213,22 +185,6 @@ def _check_array(name: str, x: Any, kind: Any, shape: tuple[int | None, ...]) ->
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         given = f"{x.dtype}{list(x.shape)}" if is_array else type(x).__name__
         raise ValueError(f"{name} must be an array of {kind.__name__} [{wanted}]; got {given}")
-
-
-def _unpack(drafter: Drafter, method: str, returned: Any, **given: Any) -> tuple[Any, ...]:
-    """Returns the results of a method; state and cache must be like those given.
-
-    Only the state that `Drafter.propose` returns may be anything, since `Drafter.commit` gets it.
-    """
-    name = f"{type(drafter).__name__}.{method}"
-    if not isinstance(returned, tuple) or len(returned) != len(given):
-        raise ValueError(
-            f"{name} must return a tuple ({', '.join(given)}); got {type(returned).__name__}"
-        )
-    for (part, before), after in zip(given.items(), returned):
-        if method != "propose" or part == "cache":
-            _check_alike(name, part, before, after)
-    return returned
 
 
 def _check_alike(name: str, part: str, given: Any, returned: Any) -> None:

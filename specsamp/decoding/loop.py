@@ -44,13 +44,7 @@ from specsamp.decoding.drafter import (
     hooks_of,
     with_length,
 )
-from specsamp.decoding.drafter_calls import (
-    catch_up,
-    commit_round,
-    num_covered,
-    propose_draft,
-    read_prompt,
-)
+from specsamp.decoding.drafter_calls import catch_up, checked, cut_draft, num_covered
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import (
     DecodeState,
@@ -224,8 +218,9 @@ class Loop:
                     self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1]
                 )
             scored = ScoredRound(prefix=state.prefix, draft=draft, verdict=verdict, output=output)
-            drafter_state, cache = commit_round(
-                self.drafter, weights, drafter_state, scored, output.cache, state.drafter_state
+            returned = self.drafter.commit(weights, drafter_state, scored, output.cache)
+            drafter_state, cache = checked(
+                self.drafter, "commit", returned, state=state.drafter_state, cache=output.cache
             )
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
             if draft.parents_BK is not None:
@@ -246,15 +241,13 @@ class Loop:
             draft_lengths_B=chosen_B,
             stop=self.adaptive and self.adaptive.stop,
         )
-        draft, drafter_state, cache = propose_draft(
-            self.drafter,
-            weights,
-            state.drafter_state,
-            state.prefix,
-            state.cache,
-            sampler,
-            self.target.vocab_size,
+        returned = self.drafter.propose(
+            weights, state.drafter_state, state.prefix, state.cache, sampler
         )
+        draft, drafter_state, cache = checked(
+            self.drafter, "propose", returned, draft=None, state=None, cache=state.cache
+        )
+        draft = cut_draft(self.drafter, draft, len(state.lengths_B), self.target.vocab_size)
         num_drafted_B = draft.num_drafted_B
         for most_B in (request.draft_lengths_B, chosen_B):
             if most_B is not None:  # drafters without `Sampler.chain` draft K tokens
@@ -512,8 +505,9 @@ class Loop:
             chunk = PromptChunk(
                 tokens_BT=tokens_BT, start_B=start_B, lengths_B=lengths_B, output=output
             )
-            drafter_state, cache = read_prompt(
-                self.drafter, weights, drafter_state, chunk, output.cache
+            returned = self.drafter.read(weights, drafter_state, chunk, output.cache)
+            drafter_state, cache = checked(
+                self.drafter, "read", returned, state=drafter_state, cache=output.cache
             )
         return cache, drafter_state
 

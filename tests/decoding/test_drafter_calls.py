@@ -78,10 +78,7 @@ def test_draft_of_unknown_tokens_keeps_the_distribution(name):
 def test_unchecked_draft_changes_the_distribution(monkeypatch, name):
     """The control: without the check, wrong ids or the statistic above reveal the mistake."""
 
-    def trust(drafter, weights, state, prefix, cache, sample, vocab_size):
-        return drafter.propose(weights, state, prefix, cache, sample)
-
-    monkeypatch.setattr("specsamp.decoding.loop.propose_draft", trust)
+    monkeypatch.setattr("specsamp.decoding.loop.cut_draft", lambda drafter, draft, *sizes: draft)
     jax.clear_caches()
     drafter = (
         Scripted(*OUTSIDE[name], K=K + 1) if name in OUTSIDE else Drawing(name, K=K + 1)
@@ -241,5 +238,6 @@ def test_tree_ends_before_an_invalid_node(parents, laws, masses, kept):
     """A distribution of NaN stays in the tree: the rules handle it, and keep other branches."""
     prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
     tree = Tree(parents, laws, masses)
-    draft, _, _ = drafter_calls.propose_draft(tree, None, (), prefix, (), None, V)
+    draft, _, _ = tree.propose(None, (), prefix, (), None)
+    draft = drafter_calls.cut_draft(tree, draft, 2, V)
     assert draft.num_drafted_B.tolist() == [kept, kept]
