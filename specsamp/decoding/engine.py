@@ -100,8 +100,12 @@ class Engine:
         loop = method.loop(
             pair, batch=batch, keep_log_probs=keep_log_probs, keep_rounds=keep_rounds
         )
-        if slots is None:
-            slots = _slots(pair, loop, requests)
+        if slots is None:  # all prompts and budgets in the same buckets
+            padded_length = _padded_length(pair, max(len(request.prompt) for request in requests))
+            longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
+            # Little more than the model's positions.
+            longest = max(min(longest, positions_of(pair.target)), padded_length)
+            slots = round_slots(max(longest + loop.headroom, loop.window))
         check_memory(loop, rows=batch + spare, slots=slots)
         return cls(
             pair=pair,
@@ -410,13 +414,3 @@ def _memory_of_devices() -> int | None:
 def _padded_length(pair: Pair, longest: int) -> int:
     """Returns the bucket of the longest prompt, at most the model's number of positions."""
     return min(bucket(longest), positions_of(pair.target))
-
-
-def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
-    """Returns slots for all prompts and budgets in the same buckets; little more than the model's
-    positions.
-    """
-    padded_length = _padded_length(pair, max(len(request.prompt) for request in requests))
-    longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
-    longest = max(min(longest, positions_of(pair.target)), padded_length)
-    return round_slots(max(longest + loop.headroom, loop.window))

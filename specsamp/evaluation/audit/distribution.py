@@ -152,14 +152,29 @@ def count_pairs(
       ValueError: a text has no second token.
     """
     samples = samples_for(cells, detect, level)
-    drawn = draw_pairs(subject, [one.prompt_id for one in cells], samples, rows, progress)
-    if any(len(pair) < TOKENS for of_prompt in drawn for pair in of_prompt):
+    prompt_ids = [one.prompt_id for one in cells]
+    drawn: list[list[list[int]]] = [[] for _ in cells]
+    seed = subject.seed
+    while len(drawn[0]) < samples:
+        progress(f"distribution: {len(drawn[0]) * len(drawn)} of {samples * len(drawn)} samples")
+        seed = (seed + 1) % 2**32  # with the same seed every call would draw the same samples
+        completions = subject.decode(
+            [subject.prompts[i] for i in prompt_ids],
+            prompt_ids=prompt_ids,
+            max_new_tokens=TOKENS,
+            stop=(),
+            num_samples=max(rows // len(prompt_ids), 1),
+            seed=seed,
+        )
+        for completion in completions:
+            drawn[completion.prompt_index].append(completion.tokens)
+    if any(len(pair) < TOKENS for of_prompt in drawn for pair in of_prompt[:samples]):
         raise ValueError(
             "texts ended before their second token: the target's logits were NaN or infinite"
         )
     choosing, counting = (
         [one.count(of_prompt[half]) for one, of_prompt in zip(cells, drawn, strict=True)]
-        for half in (slice(samples // 2), slice(samples // 2, None))
+        for half in (slice(samples // 2), slice(samples // 2, samples))
     )
     found = excess(cells, choosing, counting, allowed)
     check = check_cells(cells, samples, found, detect=detect, level=level, allowed=allowed)
@@ -230,32 +245,6 @@ def excess(
     probability = float(np.mean(expected))
     p_value = stats.binom.sf(hits - 1, counted, min(probability + allowed, 1.0))
     return hits / counted - probability, float(p_value)
-
-
-def draw_pairs(
-    subject: Subject,
-    prompt_ids: Sequence[int],
-    samples: int,
-    rows: int,
-    progress: Say,
-) -> list[list[tuple[int, ...]]]:
-    """Returns the first two tokens of ``samples`` sampled texts for each prompt."""
-    drawn: list[list[tuple[int, ...]]] = [[] for _ in prompt_ids]
-    seed = subject.seed
-    while len(drawn[0]) < samples:
-        progress(f"distribution: {len(drawn[0]) * len(drawn)} of {samples * len(drawn)} samples")
-        seed = (seed + 1) % 2**32  # with the same seed every call would draw the same samples
-        completions = subject.decode(
-            [subject.prompts[i] for i in prompt_ids],
-            prompt_ids=prompt_ids,
-            max_new_tokens=TOKENS,
-            stop=(),
-            num_samples=max(rows // len(prompt_ids), 1),
-            seed=seed,
-        )
-        for completion in completions:
-            drawn[completion.prompt_index].append(tuple(completion.tokens))
-    return [pairs[:samples] for pairs in drawn]
 
 
 def _probs(subject: Subject, logits_NV: np.ndarray) -> np.ndarray:
