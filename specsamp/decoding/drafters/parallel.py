@@ -8,7 +8,6 @@ Where a text is read on, masks are read over (``looks_ahead``).
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from specsamp import validate
@@ -18,8 +17,6 @@ from specsamp.decoding.state import gather_tokens, write_tokens
 from specsamp.models.interface import check_logits
 from specsamp.sampling.rules import take_row
 from specsamp.sampling.warp import greedy
-
-Array = jax.Array
 
 LAWS = ("argmax", "marginals")
 

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,8 +35,6 @@ from specsamp.decoding.trees import (
 )
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import greedy
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

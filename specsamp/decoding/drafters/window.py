@@ -11,15 +11,12 @@ target's cache is not written, so it holds the keys and values of scoring calls 
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.decoding.drafter import Drafter, check_is_target, positions_of
 from specsamp.decoding.drafters.early_exit import self_draft
 from specsamp.models.interface import Block, LanguageModel
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

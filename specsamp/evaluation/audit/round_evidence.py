@@ -29,7 +29,6 @@ If the event's frequency is off by e per token, d stays below ``N e - sqrt(N log
 detectable error: `Evidence.error_seen`.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from specsamp.decoding.data_shards import BY_ROWS, DataShards
 from specsamp.evaluation.audit.readers import reader
 from specsamp.evaluation.audit.subject import POWER, Check, Subject
 from specsamp.evaluation.audit.teacher import Text, read_tokens
+from specsamp.pytrees import pytree
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import Warp, for_rows, log_probs
 
@@ -56,8 +56,7 @@ MOST_BATCHES = 64  # calls of `generate`
 MIXED = 100  # r: tests of about 4 r tokens and more are sharp
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Evidence:
     """Counts of the events of T tests; counts of two sets of tokens can be added.
 
@@ -103,8 +102,7 @@ class Evidence:
         return (threshold_T + np.sqrt(tokens_T * np.log(1 / (1 - POWER)) / 2)) / tokens_T
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Rounds:
     """The evidence of sampled texts; sums are the evidence of several sets of texts.
 

@@ -25,6 +25,7 @@ from specsamp.decoding.engine import round_slots, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.evaluation.audit.readers import Reader
 from specsamp.models.interface import LanguageModel
+from specsamp.pytrees import pytree
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.warp import Warp, for_rows, log_probs
 
@@ -43,8 +44,7 @@ class Text:
     prompt_id: int = 0
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Judgement:
     """Results of teacher forcing for each of the N tokens behind a prompt.
 
