@@ -22,25 +22,3 @@ from specsamp.decoding.drafters.tree import (
     NgramTree,
 )
 from specsamp.decoding.drafters.window import WindowDrafter
-
-__all__ = [
-    "AssistantDrafter",
-    "BeamDrafter",
-    "BlockDrafter",
-    "BlockTree",
-    "ChoosingDrafter",
-    "EarlyExitDrafter",
-    "EarlyExitTree",
-    "FeatureDrafter",
-    "FeatureTree",
-    "ModelDrafter",
-    "ModelTree",
-    "ModuleDrafter",
-    "NgramDrafter",
-    "NgramTree",
-    "NoDrafter",
-    "ParallelDrafter",
-    "TranslatingDrafter",
-    "VotingDrafter",
-    "WindowDrafter",
-]

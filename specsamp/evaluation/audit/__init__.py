@@ -4,5 +4,3 @@
 
 from specsamp.evaluation.audit.checks import CHECKS, Audit, Settings, audit, audit_table
 from specsamp.evaluation.audit.subject import Check, Status, Subject
-
-__all__ = ["CHECKS", "Audit", "Check", "Settings", "Subject", "Status", "audit", "audit_table"]
