@@ -264,7 +264,7 @@ SHOWN = ShowsTokens(V)
 
 test_refused_block_drafters = refused_calls(
     {
-        "K = 5, but a block of 4 rows drafts 4 tokens": lambda: BlockDrafter(SHOWN, dspark(V), 5),
+        "K = 5, but the head drafts 4 tokens at most": lambda: BlockDrafter(SHOWN, dspark(V), 5),
         "law must be one of": lambda: BlockDrafter(SHOWN, dspark(V), 2, "both"),
         "threshold must be": lambda: BlockDrafter(SHOWN, dspark(V), 2, threshold=1.5),
         "law 'conditional' needs a head that corrects": lambda: BlockDrafter(

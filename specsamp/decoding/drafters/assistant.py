@@ -8,7 +8,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp import validate
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.models.assistant import AssistantHead
 from specsamp.sampling.rules import take_row
@@ -25,9 +24,6 @@ class AssistantDrafter(HeadDrafter):
     """
 
     head: AssistantHead
-
-    def __post_init__(self):
-        validate.integer("K", self.K, 1)
 
     def init(self, batch, slots):
         config = self.head.config

@@ -61,13 +61,7 @@ class BlockDrafter(HeadDrafter):
             object.__setattr__(self, "law", law)
         validate.choice("law", self.law, LAWS)
         validate.number("threshold", self.threshold, 0, 1)
-        validate.integer("K", self.K, 1)
-        if (longest := depth_of(self)) > config.max_tokens:
-            raise ValueError(
-                f"K = {longest}, but a block of {config.block_size} rows drafts "
-                f"{config.max_tokens} tokens: lower the draft length. (Another block size than "
-                "that of the training costs the acceptance of all tokens.)"
-            )
+        super().__post_init__()
         if self.law == "conditional" and config.correction() is None:
             raise ValueError(
                 f"law 'conditional' needs a head that corrects its logits; {config.kind} heads do "

@@ -39,7 +39,7 @@ from specsamp.decoding.drafter import (
 from specsamp.decoding.drafter_calls import catch_up, num_covered
 from specsamp.models.interface import Output
 from specsamp.pytrees import pytree
-from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, count_leading, take_row
 
 Array = jax.Array
@@ -67,7 +67,7 @@ class _PartKeys(RoundKeys):
 
     part: int
 
-    def uniforms(self, purpose: Purpose, offsets_BT: Array) -> Array:
+    def uniforms(self, purpose, offsets_BT):
         return super().uniforms(purpose, offsets_BT + self.part * MOST_OFFSETS)
 
 
@@ -283,7 +283,7 @@ class VotingDrafter(CollectiveDrafter):
     tokens. Of two drafters, the one with the larger weight always wins: use it with three or more.
     """
 
-    def combine(self, state: CollectiveState, drafts: Sequence[Draft]) -> Draft:
+    def combine(self, state, drafts):
         tokens_BK, num_drafted_B = vote(
             state.tokens_BPK[..., : self.K], state.num_BP, state.expected_BP
         )
@@ -315,11 +315,11 @@ class ChoosingDrafter(CollectiveDrafter):
         for i, cost in enumerate(costs):
             validate.number(f"costs[{i}]", cost, 0, above=True)
 
-    def choose(self, state: CollectiveState, prefix: Prefix) -> Array:
+    def choose(self, state, prefix):
         costs_P = jnp.asarray(self.costs or (1.0,), jnp.float32)
         return jnp.argmax((1 + state.expected_BP) / costs_P[None], axis=1).astype(jnp.int32)
 
-    def combine(self, state: CollectiveState, drafts: Sequence[Draft]) -> Draft:
+    def combine(self, state, drafts):
         """Returns the only proposal that has tokens."""
         takes_BP = state.num_BP > 0
         known = [draft.log_probs_BRV for draft in drafts if draft.log_probs_BRV is not None]

@@ -61,6 +61,16 @@ class HeadDrafter(Drafter):
     head: Head
     K: int
 
+    def __post_init__(self):
+        validate.integer("K", self.K, 1)
+        most, longest = self.head.config.max_tokens, depth_of(self)
+        if most is not None and longest > most:
+            name = "K" if longest == self.K else "the depth of its tree"
+            raise ValueError(
+                f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft "
+                "length"
+            )
+
     @property
     def hidden_layers(self):
         return self.head.hidden_layers
@@ -121,7 +131,6 @@ class FeatureDrafter(HeadDrafter):
     window: int = 1
 
     def __post_init__(self):
-        validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
         if isinstance(self.head, AssistantHead):
             raise ValueError("an assistant drafts chains, with an AssistantDrafter: leave out tree")
@@ -130,13 +139,7 @@ class FeatureDrafter(HeadDrafter):
             raise ValueError(
                 f"{self.head.config.num_modules} modules draft chains, with a ModuleDrafter"
             )
-        most, longest = self.head.config.max_tokens, depth_of(self)
-        if most is not None and longest > most:
-            name = "K" if longest == self.K else "the depth of its tree"
-            raise ValueError(
-                f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft "
-                "length"
-            )
+        super().__post_init__()
 
     def init(self, batch, slots):
         layer = self.head.config.layer

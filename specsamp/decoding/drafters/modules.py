@@ -42,12 +42,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
 
     def __post_init__(self):
         validate.instance("head", self.head, ModuleChain, "one with num_modules above 1")
-        validate.integer("K", self.K, 1)
-        if self.K > self.modules:
-            raise ValueError(
-                f"K = {self.K}, but the head drafts {self.modules} tokens at most: lower the draft "
-                "length"
-            )
+        super().__post_init__()
 
     @property
     def modules(self) -> int:

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
@@ -26,8 +25,6 @@ from specsamp.decoding.drafters import (
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class WholeTargetDrafter(EarlyExitDrafter):
     """
 
     @property
-    def last_exit(self) -> int:
+    def last_exit(self):
         return self.model.num_layers
 
 
@@ -123,20 +120,14 @@ class FirstTokenReader(LanguageModel):
     corrected: bool = True  # of heads that draft blocks: with their correction
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self):
         return self.head.vocab_size
 
-    def init_cache(self, batch: int, slots: int) -> Any:
+    def init_cache(self, batch, slots):
         of_blocks = slots * self.head.config.block_size if self.head.config.drafts_blocks else 0
         return self.target.init_cache(batch, slots), self.head.init_cache(batch, slots + of_blocks)
 
-    def __call__(
-        self,
-        weights: Weights,
-        tokens_BT: Array,
-        start_B: Array,
-        cache: Any,
-    ) -> Output:
+    def __call__(self, weights, tokens_BT, start_B, cache):
         head = self.head
         draft = weights.draft
         batch, length = tokens_BT.shape
