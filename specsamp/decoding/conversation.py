@@ -110,7 +110,12 @@ class Conversation:
         # Donated: after a stream that ends early, all is read again.
         state, self._state = self._state, None
         self.tokens, self.stats = list(request.prompt), None
-        start = 0 if state is None else self._known(state, request.prompt)
+        start = 0  # the caches hold all tokens before the pending one
+        if state is not None:
+            held = self._engine.num_held(state)[0]
+            before = to_host(state.tokens_BS)[0, :held].tolist()
+            end = int(to_host(state.lengths_B)[0])
+            start = count_known(before, request.prompt, self._engine.loop, end)
         self.tokens_read = len(request.prompt) - start
         state = self._engine.extend([request], state, [start], [len(request.prompt)], CHUNK)
         decoding = chunks(self._engine, state, [request], rounds_per_chunk)
@@ -124,12 +129,3 @@ class Conversation:
             self.tokens += chunk.tokens
             self.stats = chunk.stats
             yield chunk
-
-    def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
-        """Returns the number of tokens that need not be read: the caches hold all tokens before the
-        pending one.
-        """
-        held = self._engine.num_held(state)[0]
-        before = to_host(state.tokens_BS)[0, :held].tolist()
-        end = int(to_host(state.lengths_B)[0])
-        return count_known(before, tokens, self._engine.loop, end)

@@ -97,7 +97,10 @@ class BlockDrafter(HeadDrafter):
             # The state of the head's correction; whether all confidences so far were high enough;
             # the tokens before the first low confidence.
             correction, goes_on_B, num_trusted_B = carry
-            x_BD, logits_BU = (_row(x, offset) for x in (rows_BKD, logits_BKU))
+            x_BD, logits_BU = (
+                jax.lax.dynamic_index_in_dim(x, offset, axis=1, keepdims=False)
+                for x in (rows_BKD, logits_BKU)
+            )
             if self.threshold:
                 odds_B = self.head.confidence(weights.draft, x_BD, token_B)
                 goes_on_B &= jax.nn.sigmoid(odds_B) >= self.threshold
@@ -139,7 +142,3 @@ class BlockDrafter(HeadDrafter):
         rows_BTD, state = head(weights.draft, embedded_BTD, at_B1, at_B1, state)
         rows_BKD = rows_BTD[:, first : first + depth_of(self)]
         return rows_BKD, self._logits(weights, rows_BKD), state
-
-
-def _row(x_BK: Array, offset: Array | int) -> Array:
-    return jax.lax.dynamic_index_in_dim(x_BK, offset, axis=1, keepdims=False)
