@@ -279,12 +279,10 @@ class Engine:
         lengths = [
             most if request.draft_length is None else request.draft_length for request in asked
         ]
-        has_own_draft = self.idle.draft_sampling is not None
+        own = [request.draft_sampling for request in asked]
         return RequestBatch.create(
             sampling=self._stack([request.sampling for request in asked]),
-            draft_sampling=self._stack([request.draft_sampling for request in asked])
-            if has_own_draft
-            else None,
+            draft_sampling=None if own[0] is None else self._stack(own),
             limits=[0 if request is None else request.limit for request in requests],
             seed=[request.seed for request in asked],
             prompt_ids=[request.prompt_id for request in asked],

@@ -143,10 +143,11 @@ class FeatureDrafter(HeadDrafter):
 
     def init(self, batch, slots):
         layer = self.head.config.layer
+        nothing_BD = jnp.zeros((batch, layer.width), layer.compute_dtype)
         return FeatureState(
             cache=self.head.init_cache(batch, slots),
-            feature_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
-            edge_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
+            feature_BD=nothing_BD,
+            edge_BD=nothing_BD,
             has_edge_B=jnp.zeros((batch,), bool),
         )
 
