@@ -1,20 +1,22 @@
 """Bad command lines are refused: one line that names the fault, exit status 2, and no traceback."""
 
 import pathlib
+import re
 import shlex
 
 import pytest
 
 from support import extras
-from support.refusals import table_of
 from support.run_script import refuse
 
-TABLE = table_of(pathlib.Path(__file__).with_name("refusals.txt"))
+TABLE = pathlib.Path(__file__).with_name("refusals.txt").read_text()
+SECTIONS = dict(re.findall(r"^\[(.*)\]\n((?:.+\n)+)", TABLE, re.MULTILINE))
 
 
 def cases(section, *marks):
     """Returns the commands of a section, each with the text that its refusal contains."""
-    return [pytest.param(*case, marks=marks) for case in TABLE[section]]
+    pairs = [line.split(" => ") for line in SECTIONS[section].splitlines()]
+    return [pytest.param(command, message, marks=marks) for command, message in pairs]
 
 
 OF_THE_ENDPOINT = cases(

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 
 import pytest
 
@@ -15,12 +14,6 @@ def refusal(message, kind=ValueError):
     with pytest.raises(kind, match=message) as error:
         yield error
     assert "\n" not in str(error.value)
-
-
-def table_of(path):
-    """Returns a file's cases by section: pairs of what is refused and what the refusal says."""
-    sections = re.findall(r"^\[(.*)\]\n((?:.+\n)+)", path.read_text(), re.MULTILINE)
-    return {name: [line.split(" => ") for line in lines.splitlines()] for name, lines in sections}
 
 
 def refused_calls(calls):
