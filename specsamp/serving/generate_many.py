@@ -180,8 +180,8 @@ class Queue(Iterator[Completion]):
         if owners:
             batch.scheduler.sort()
         # Without the queue, so that a queue that is dropped frees its rows and its log at once.
-        self._work = _Work(engine=engine, batch=batch, log=log, learner=learner)
-        self._completions = self._work.decode(list(known.values()))
+        self._completions = _decode(engine, batch, log, learner, list(known.values()))
+        self._log = log
 
     def __next__(self) -> Completion:
         return next(self._completions)
@@ -194,62 +194,56 @@ class Queue(Iterator[Completion]):
     def close(self) -> None:
         """Ends the queue before all prompts are decoded; the log keeps its completions."""
         self._completions.close()
-        self._work.free()
+        _free(self.batch, self._log)  # also if nothing was decoded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Work:
-    """Decodes the texts of a queue; the fields are arguments of `Queue`."""
+def _free(batch: Batch, log: CompletionLog | None) -> None:
+    """Frees the memory of the rows, and unlocks the log."""
+    batch.free()
+    if log is not None:
+        log.close()
 
-    engine: Engine
-    batch: Batch
-    log: CompletionLog | None
-    learner: Learner | None
 
-    def free(self) -> None:
-        """Frees the memory of the rows, and unlocks the log."""
-        self.batch.free()
-        if self.log is not None:
-            self.log.close()
+def _decode(
+    engine: Engine,
+    batch: Batch,
+    log: CompletionLog | None,
+    learner: Learner | None,
+    ended: list[Completion],
+) -> Iterator[Completion]:
+    """Yields the completions of the log, then decodes the missing ones step by step."""
+    read = []
 
-    def _text(self, state: DecodeState, row: int, entry: Entry) -> RowText:
-        return self.engine.text(state, row, entry.request)
+    def text_in(state: DecodeState, row: int, entry: Entry) -> RowText:
+        return engine.text(state, row, entry.request)
 
-    def _completion(self, request: Request, text: RowText) -> Completion:
-        """Returns the result of a text that has ended."""
-        completion = Completion.of(request, text, self.engine.method)
-        if self.learner is None:
-            return completion
-        return dataclasses.replace(
-            completion, row_independent=self.engine.method.rule.draft_independent
-        )
-
-    def decode(self, ended: list[Completion]) -> Iterator[Completion]:
-        """Yields the completions of the log, then decodes the missing ones step by step."""
-        batch, read = self.batch, []
-        try:
+    try:
+        yield from ended
+        ended = []
+        while True:
+            if batch.scheduler.waiting:
+                if batch.scheduler.order.preempts:
+                    batch.scheduler.sort()
+                batch.fill()
+            is_running = any(batch.table.entries)
+            if is_running:
+                batch.run()
+            for completion in ended if log is not None else ():  # the device is at work
+                log.add(completion)
             yield from ended
-            ended = []
-            while True:
-                if batch.scheduler.waiting:
-                    if batch.scheduler.order.preempts:
-                        batch.scheduler.sort()
-                    batch.fill()
-                is_running = any(batch.table.entries)
-                if is_running:
-                    batch.run()
-                for completion in ended if self.log is not None else ():  # the device is at work
-                    self.log.add(completion)
-                yield from ended
-                for tokens in read:
-                    batch.learn(self.learner, tokens)
-                ended, read = [], []
-                if not is_running:
-                    return
-                for entry, text in batch.collect(self._text):
-                    if text.finish != Finish.RUNNING:
-                        ended.append(self._completion(entry.request, text))
-                        if self.learner is not None:
-                            read.append((*entry.request.prompt, *text.tokens))
-        finally:
-            self.free()
+            for tokens in read:
+                batch.learn(learner, tokens)
+            ended, read = [], []
+            if not is_running:
+                return
+            for entry, text in batch.collect(text_in):
+                if text.finish == Finish.RUNNING:
+                    continue
+                completion = Completion.of(entry.request, text, engine.method)
+                if learner is not None:
+                    independent = engine.method.rule.draft_independent
+                    completion = dataclasses.replace(completion, row_independent=independent)
+                    read.append((*entry.request.prompt, *text.tokens))
+                ended.append(completion)
+    finally:
+        _free(batch, log)

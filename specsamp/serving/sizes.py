@@ -111,15 +111,13 @@ class Background:
 
     def attempt(self, program: Hashable) -> None:
         """Prepares a program now, unless it is ready, or adds it to those that failed."""
-        if program in self.ready:
-            return
         try:
-            self._prepare(program)
+            self.make(program)
         except Exception:
             logging.exception("%s was not compiled", program)
             self.failed.add(program)
-        self._begun.add(program)
-        self.ready.add(program)
+            self._begun.add(program)
+            self.ready.add(program)
 
     def close(self) -> None:
         """Waits for the end of the current preparation, and begins no other."""

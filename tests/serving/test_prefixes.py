@@ -77,7 +77,7 @@ def test_paused_drafter_lends_the_prefix_it_read():
 
 def test_insert_over_an_absent_row_is_refused():
     queue = generate_many(PAIR, [[1]], 8, rows=1, draft_length=0)
-    engine = queue._work.engine
+    engine = queue.batch.runner.engine
     state = engine.blank(2)
     for at in ([2, 0], [1, 1], [-2, 0]):
         with pytest.raises(ValueError, match="must be different, from 0 to 1"):
