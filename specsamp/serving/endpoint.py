@@ -231,18 +231,13 @@ class Endpoint:
             raise ApiError(
                 "compressed bodies are not taken: leave content-encoding out", status=415
             )
-        length = request.headers.get("content-length")
         # The server has checked that it is a number.
-        if length is not None and int(length) > self.max_body:
-            raise ApiError(
-                f"the body is larger than the {self.max_body} bytes that are taken", status=413
-            )
-        body = bytearray()
+        body, announced = bytearray(), int(request.headers.get("content-length", 0))
         try:
             async with asyncio.timeout(self.timeout):
                 async for part in request.stream():
                     body += part
-                    if len(body) > self.max_body:
+                    if max(len(body), announced) > self.max_body:
                         raise ApiError(
                             f"the body is larger than the {self.max_body} bytes that are taken",
                             status=413,

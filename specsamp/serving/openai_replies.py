@@ -2,6 +2,8 @@
 and usage.
 """
 
+from __future__ import annotations
+
 import json
 import time
 import uuid
@@ -81,7 +83,7 @@ class Reply:
         if not self._asked.is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
+        return [self._chunk(choice, {"delta": delta}) for choice in self._choices]
 
     def chunk(self, gained: Chunk) -> Document | None:
         """Adds new tokens of a text, and returns the chunk of a stream; None if they add no text
@@ -93,13 +95,10 @@ class Reply:
             return None
         content = {"text": text}
         if self._asked.is_chat:
-            calls = (
-                {"tool_calls": [{"index": 0} | call for call in choice.calls]}
-                if choice.calls
-                else {}
-            )
-            content = {"delta": ({"content": text} if text else {}) | calls}
-        return self._chunk(choice.row, content | choice.marks, choice.log_probs, choice.finish)
+            content = {"delta": {"content": text} if text else {}}
+            if choice.calls:
+                content["delta"]["tool_calls"] = [{"index": 0} | call for call in choice.calls]
+        return self._chunk(choice, content)
 
     def end(self) -> list[Document]:
         """Returns the chunks after the last text."""
@@ -116,9 +115,7 @@ class Reply:
                 }
                 if choice.calls:
                     content["message"] |= {"content": None, "tool_calls": choice.calls}
-            choices.append(
-                _with_end(choice.row, content | choice.marks, choice.log_probs, choice.finish)
-            )
+            choices.append(choice.document(content))
         return self._head | {"choices": choices} | self._counts()
 
     def _counts(self) -> Document:
@@ -148,15 +145,9 @@ class Reply:
             },
         }
 
-    def _chunk(
-        self, row: int, content: dict, log_probs: dict | None, finish: str | None
-    ) -> Document:
+    def _chunk(self, choice: _Choice, content: Document) -> Document:
         usage = {"usage": None} if self._asked.include_usage else {}
-        return self._head | {"choices": [_with_end(row, content, log_probs, finish)]} | usage
-
-
-def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | None) -> Document:
-    return {"index": row, **content, "logprobs": log_probs, "finish_reason": finish}
+        return self._head | {"choices": [choice.document(content)]} | usage
 
 
 def speculation(stats: RowStats) -> Document:
@@ -195,6 +186,16 @@ class _Choice:
         self.log_probs: Document | None = None
         self.marks: dict[str, list[bool]] = {}
         self._asked, self._tokens = asked, []
+
+    def document(self, content: Document) -> Document:
+        """Returns the choice in the protocol's form; ``content`` is its text."""
+        return {
+            "index": self.row,
+            **content,
+            **self.marks,
+            "logprobs": self.log_probs,
+            "finish_reason": self.finish,
+        }
 
     def push(self, gained: Chunk) -> str:
         """Takes a chunk, and returns the new text."""

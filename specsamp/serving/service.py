@@ -41,7 +41,6 @@ from specsamp.serving.learner import Learner, check_learner
 from specsamp.serving.orders import FirstCome, Order
 from specsamp.serving.sampling_request import SamplingRequest
 from specsamp.serving.scheduler import Entry
-from specsamp.serving.scores import Scores
 
 IDLE_SECONDS = 5  # heartbeat interval of process 0
 
@@ -301,8 +300,8 @@ class Delivery:
 
     def __init__(self, batch: Batch, method: Method, learner: Learner | None):
         self._batch, self._method, self.learner = batch, method, learner
-        self._to_score: list[tuple[Entry, Chunk]] = []  # finished texts
-        self._scoring: dict[Entry, Iterator[Scores | None]] = {}  # the first finished text
+        # Finished texts, each with the steps that score it.
+        self._to_score: list[tuple[Entry, Iterator[bool]]] = []
 
     @property
     def entries(self) -> list[Entry]:
@@ -317,13 +316,13 @@ class Delivery:
         batch, scheduler = self._batch, self._batch.scheduler
         for entry in [entry for entry in scheduler.waiting if entry.answer.is_over]:
             scheduler.finish(entry)
-        self._score_next()
+        is_scoring = self._score_next()
         scheduler.sort()
         with self._failing("the prompt was not read", batch.prefill.stop):
             batch.fill()
         entries = [entry for _, entry in batch.table.decoding]
         if not entries:
-            return bool(self._scoring)
+            return is_scoring
         batch.run()
         always = any(entry.answer.asked.is_streamed or entry.answer.is_over for entry in entries)
         found = [(entry, text) for entry, text in batch.collect(self._text, always) if text]
@@ -356,7 +355,7 @@ class Delivery:
             return
         entry.shown = len(text.tokens)
         if entry.answer.asked.is_scored and not is_running:
-            self._to_score.append((entry, chunk))
+            self._to_score.append((entry, self._score(entry, chunk)))
         else:
             entry.answer.send(chunk)
 
@@ -368,23 +367,33 @@ class Delivery:
             logging.exception("the learner failed: the draft is no longer updated")
             self.learner = None
 
-    def _score_next(self) -> None:
-        """Scores a chunk of the first finished text."""
+    def _score_next(self) -> bool:
+        """Scores a chunk of the first finished text; returns False if there is none, or if its
+        programs are not compiled yet.
+        """
         self._to_score = [each for each in self._to_score if not each[0].answer.is_over]
         if not self._to_score:
-            self._scoring = {}
-            return
-        entry, chunk = self._to_score[0]
-        scores = None
+            return False
+        entry, steps = self._to_score[0]
+        is_ready = None
         with self._failing("the text was not scored", lambda: [entry]):
-            tokens = [*entry.request.prompt, *chunk.tokens]
-            steps = self._scoring.get(entry) or self._batch.score(tokens)
-            self._scoring = {} if steps is None else {entry: steps}
-            scores = next(steps) if steps is not None else None
-        if scores is not None:
+            is_ready = next(steps, None)
+        if is_ready is None:
             del self._to_score[0]
-            entry.answer.scores[entry.request] = scores
-            entry.answer.send(chunk)
+        return is_ready is not False
+
+    def _score(self, entry: Entry, chunk: Chunk) -> Iterator[bool]:
+        """Scores a finished text and delivers its last chunk; yields before each step whether it
+        can be made.
+        """
+        tokens = [*entry.request.prompt, *chunk.tokens]
+        while (steps := self._batch.score(tokens)) is None:
+            yield False
+        for scores in steps:
+            if scores is None:
+                yield True
+        entry.answer.scores[entry.request] = scores
+        entry.answer.send(chunk)
 
     def _text(self, state: DecodeState, row: int, entry: Entry) -> RowText | None:
         """Returns the text of a row; None if it was cancelled or has failed."""
