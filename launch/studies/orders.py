@@ -70,7 +70,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
         ):
             say(f"{kind}, load {load}, trial {trial + 1}, {name}")
             service.batch.scheduler.order = make()
-            preempted = service.batch.admission.preempted
+            preempted = service.batch.usage.preempted
             gaps = np.random.default_rng(trial).exponential(tokens / count / (load * speed), count)
             seconds = serve(service, requests, np.cumsum(gaps))
             each = 1e3 * seconds / [request.max_new_tokens for request in requests]
@@ -81,7 +81,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
                     "order": name,
                     "ms_per_token": {"mean": each.mean(), "p90": np.quantile(each, 0.9)},
                     "longest_seconds": seconds.max(),
-                    "preempted": service.batch.admission.preempted - preempted,
+                    "preempted": service.batch.usage.preempted - preempted,
                 }
             )
     service.close()

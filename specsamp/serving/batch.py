@@ -6,9 +6,8 @@ read and written over their rows, and the other rows stay unchanged
 (`specsamp.decoding.batch_rows`). Sampling, noise, budget and stop tokens of a row are data, so
 requests of different callers share a batch and its programs.
 
-A batch joins six parts: `Scheduler` has the order of the requests, `SlotTable` their rows, `Sizes`
-the size, `Prefill` the chunks of their prompts, `Admission` gives rows to requests, and `Runner`
-has the arrays.
+A batch joins five parts: `Scheduler` has the order of the requests, `SlotTable` their rows, `Sizes`
+the size, `Prefill` the chunks of their prompts, and `Runner` has the arrays.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from specsamp.decoding.engine import MANY_ROUNDS, Engine
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
-from specsamp.serving.admission import Admission
 from specsamp.serving.learner import Learner
 from specsamp.serving.orders import FirstCome, Order
 from specsamp.serving.prefill import Prefill, chunk_sizes
@@ -40,12 +38,14 @@ class Usage:
       slices: number of runs of the loop.
       rounds: number of rounds of the loop.
       busy: the sum over rounds of the rows that emitted tokens that are kept.
+      preempted: number of preemptions.
     """
 
     rows: int
     slices: int = 0
     rounds: int = 0
     busy: int = 0
+    preempted: int = 0
 
     def add(self, rounds: int, busy: int) -> None:
         """Counts a run of the loop."""
@@ -64,7 +64,6 @@ class Batch:
       runner: the rows on the device.
       table: the request of each row.
       prefill: reads prompts.
-      admission: gives rows to requests.
     """
 
     def __init__(
@@ -97,9 +96,10 @@ class Batch:
             all_slots = powers(max(SMALLEST_SLOTS, loop.window), engine.slots)
         size = Size(all_rows[0], all_slots[0])
         self._chunks = chunks = [min(count, size.slots) for count in chunk_sizes()]
-        widths = sorted({1, min(together, size.rows)})
+        # How many prompts of a data shard are read together.
+        self._width = min(together, size.rows)
         self.usage, self.scheduler = Usage(most * self._shards), Scheduler(order)
-        self.runner = Runner(engine, size, widths=widths, chunks=chunks)
+        self.runner = Runner(engine, size, widths=sorted({1, self._width}), chunks=chunks)
         self.sizes = Sizes(
             rows=all_rows,
             slots=all_slots,
@@ -110,9 +110,6 @@ class Batch:
         )
         self.table = SlotTable(size, self._shards, loop)
         self.prefill = Prefill(self.scheduler, self.table, self.runner, chunks, rounds is None)
-        self.admission = Admission(
-            self.scheduler, self.table, self.sizes, self.runner, self.prefill, width=widths[-1]
-        )
         self._ended = self._rounds_of_ended = 0  # finished texts and their rounds
 
     def compile(self) -> None:
@@ -134,15 +131,88 @@ class Batch:
         """
         self.runner.begin()
         if self.prefill.entries:
-            self.admission.preempt_outgrown()
+            self._preempt_outgrown()
         else:
-            self.admission.fit()
+            self._make_room()
         budget = self.prefill.budget
-        while self.prefill.entries or self.admission.admit():
+        while self.prefill.entries or self._admit():
             if self.prefill.entries:
                 budget -= self.prefill.read()
             if budget <= 0 and self.table.decoding:
                 return
+
+    def _make_room(self) -> None:
+        """Changes the size if necessary, and preempts texts that outgrow their slots, or that the
+        order ranks behind waiting requests; for these at most as many as there are rows.
+        """
+        table, scheduler = self.table, self.scheduler
+        decoding = [entry for _, entry in table.decoding]
+        size = self.sizes.choose(table.size, decoding, scheduler.waiting)
+        if size != table.size:
+            self.runner.resize(table.resize(size), size)
+        self._preempt_outgrown()
+        taken: list[Entry] = []
+        full = [shard for shard in range(self.sizes.shards) if not table.free(shard)]
+        for shard in full if scheduler.order.preempts else ():
+            kept = sum(entry.stage == Stage.PREEMPTED for entry in scheduler.waiting)
+            if kept >= len(table.entries):  # a row takes as much host memory as of the device
+                break
+            newcomer = scheduler.next(shard, lambda entry: entry not in taken and self._fits(entry))
+            rows = {table.entries[row]: row for row in table.rows(shard)}
+            entry = newcomer and scheduler.displaced(newcomer, rows)
+            if entry is not None:
+                taken.append(newcomer)
+                self._preempt(rows[entry], entry, after=newcomer)
+
+    def _preempt_outgrown(self) -> None:
+        """Preempts the texts whose next step might not fit their slots; they wait for more."""
+        for row, entry in self.table.decoding:
+            if not self._fits(entry):
+                self._preempt(row, entry)
+
+    def _clear(self, row: int) -> None:
+        """Writes an empty row, which has ended, over a row."""
+        self.table.entries[row] = None
+        self.table.hold(row, ())
+        self.runner.clear(row)
+
+    def _admit(self) -> bool:
+        """Resumes a preempted text, or begins to read prompts; returns False if no row or request
+        is left.
+        """
+        width, shards = self._width, range(self.sizes.shards)
+        free = [self.table.free(shard) for shard in shards]
+        if min(len(self.scheduler.waiting) // len(shards), *map(len, free)) < width:
+            width = 1
+        entries = [None] * (len(shards) * width)
+        rows = [None] * (len(shards) * width)
+        for turn in range(width):
+            for shard in (shard for shard in shards if free[shard]):
+                entry = self.scheduler.next(shard, self._fits, can_resume=not any(entries))
+                if entry is None:
+                    continue
+                row = free[shard].pop(0)
+                if entry.stage == Stage.PREEMPTED:
+                    self.runner.bring_back(entry.kept, entry.request, row)
+                    self.table.hold(row, ())
+                    self.table.entries[row] = entry
+                    self.scheduler.resume(entry)
+                    return True
+                at = shard * width + turn
+                entries[at], rows[at] = entry, row
+                self.scheduler.admit(entry)
+        if any(entries):
+            self.prefill.begin(entries, rows, width)
+        return any(entries)
+
+    def _fits(self, entry: Entry) -> bool:
+        return self.sizes.slots_for(entry) <= self.table.size.slots
+
+    def _preempt(self, row: int, entry: Entry, after: Entry | None = None) -> None:
+        shard = row // self.table.size.rows
+        self.scheduler.preempt(entry, shard, self.runner.set_aside(row), after)
+        self._clear(row)
+        self.usage.preempted += 1
 
     def run(self) -> None:
         """Starts a run of the loop: until as many rows have ended as there are data shards, or its
@@ -203,7 +273,7 @@ class Batch:
             self.table.entries[row] = None
             late[row] = finish_B[row] == Finish.RUNNING
             if text is None or text.finish == Finish.INVALID:  # its caches may hold NaN
-                self.admission.clear(row)
+                self._clear(row)
         if any(late):
             self.runner.end(late)
         self.usage.add(max(rounds), sum(rounds) - lost)

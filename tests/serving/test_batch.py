@@ -176,7 +176,7 @@ def test_background_compilation_delays_no_running_text(small, monkeypatch):
         texts.pieces.put(first)
         is_open.set()
         texts.check()
-        assert texts.batch.admission.preempted == 1
+        assert texts.batch.usage.preempted == 1
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_preempted_text_and_copied_prefix_change_no_text(small, monkeypatch, kin
             texts.step()
     while texts.service.unfinished:
         texts.step()
-    assert texts.batch.admission.preempted and texts.batch.prefill.tokens_copied > 60
+    assert texts.batch.usage.preempted and texts.batch.prefill.tokens_copied > 60
     if kind == "lost":
         with pytest.raises(AssertionError):
             texts.check()
@@ -240,7 +240,7 @@ def test_resumed_row_lends_no_former_prefix(small):
     for _ in range(3):
         texts.step()
     texts.ask(begun, 3)
-    while not texts.batch.admission.preempted or texts.service.unfinished > 1:
+    while not texts.batch.usage.preempted or texts.service.unfinished > 1:
         texts.step()
     texts.batch.fill()  # the first text is back in the only row
     assert texts.batch.table.longest_prefix(0, begun) == (0, 0)
@@ -260,7 +260,7 @@ def test_host_memory_keeps_one_text_per_row(small):
         assert sum(entry.kept is not None for entry in texts.batch.scheduler.waiting) <= 1
     while texts.service.unfinished:
         texts.step()
-    assert texts.batch.admission.preempted
+    assert texts.batch.usage.preempted
     texts.check()
 
 

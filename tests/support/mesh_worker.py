@@ -122,7 +122,7 @@ def serve(over_both):
         service.close()
     service.join()
     assert service.failed is None and not any(service.batch.table.entries)
-    assert service.batch.admission.preempted, "texts with the budget of the context gave up rows"
+    assert service.batch.usage.preempted, "texts with the budget of the context gave up rows"
     rounds = distributed.gather_objects(service.batch.usage.rounds)
     # Cancelled requests had budgets of thousands of tokens.
     assert len({*rounds}) == 1 and rounds[0] < 200
