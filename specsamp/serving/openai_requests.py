@@ -401,7 +401,7 @@ class ChatRequest(GenerationRequest):
         for number, one in enumerate(self.functions):
             arguments = {
                 "$id": f"tool:{number}",
-                **_without_annotations(one.parameters),
+                **_without_comments(one.parameters),
                 "type": "object",
             }
             calls.append(
@@ -421,28 +421,21 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs
 
 
-# Keys of JSON schemas that allow and exclude nothing.
-ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
-# Keys whose objects have names of the client's as keys, which can be those above.
-BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-BY_NAME |= {"dependentRequired", "dependencies"}
+# Keys of JSON schemas whose texts exclude nothing. (A property of such a name has no text.)
+COMMENTS = {"title", "description", "$comment"}
 
 
-def _without_annotations(schema: Any) -> Any:
-    """Returns a JSON schema without its annotations, which can be long."""
+def _without_comments(schema: Any) -> Any:
+    """Returns a JSON schema without its comments, which can be long."""
     if isinstance(schema, list):
-        return [_without_annotations(one) for one in schema]
+        return [_without_comments(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
-    for key, value in schema.items():
-        if key in BY_NAME and isinstance(value, dict):
-            found[key] = {name: _without_annotations(one) for name, one in value.items()}
-        elif key in ("const", "enum"):
-            found[key] = value
-        elif key not in ANNOTATIONS:
-            found[key] = _without_annotations(value)
-    return found
+    return {
+        key: value if key in ("const", "enum") else _without_comments(value)
+        for key, value in schema.items()
+        if not (key in COMMENTS and isinstance(value, str))
+    }
 
 
 class TokenizeRequest(_Fields):

@@ -28,7 +28,7 @@ class Prefill:
       is_whole: whether a step reads whole prompts.
       budget: tokens of a step.
       entries: requests whose prompts are being read; None where a data shard has none.
-      tokens_read, tokens_copied: numbers of prompt tokens.
+      tokens_copied: number of prompt tokens that a row held already.
     """
 
     scheduler: Scheduler
@@ -37,7 +37,6 @@ class Prefill:
     chunks: Sequence[int]
     is_whole: bool
     entries: list[Entry | None] = dataclasses.field(default_factory=list)
-    tokens_read: int = 0
     tokens_copied: int = 0
 
     def __post_init__(self):
@@ -79,7 +78,6 @@ class Prefill:
         chunk, calls = plan(left, self.chunks, self.table.size.slots, self.is_whole)
         ends = [min(start + calls * chunk, length) for start, length in zip(starts, lengths)]
         self.runner.read([entry and entry.request for entry in entries], starts, ends, chunk)
-        self.tokens_read += sum(min(count, calls * chunk) for count, _ in left)
         is_read = [entry and end == length for entry, end, length in zip(entries, ends, lengths)]
         if any(is_read):
             rows = [row if done else None for row, done in zip(self._rows, is_read)]
