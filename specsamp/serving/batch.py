@@ -25,9 +25,6 @@ from specsamp.serving.scores import Scores
 from specsamp.serving.sizes import SMALLEST_SLOTS, Background, ScoreChunks, Size, Sizes, powers
 from specsamp.serving.slots import SlotTable
 
-# The most rounds of a row between a stop string and its discovery.
-LOST = 0.05
-
 
 @dataclasses.dataclass
 class Usage:
@@ -110,7 +107,6 @@ class Batch:
         )
         self.table = SlotTable(size, self._shards, loop)
         self.prefill = Prefill(self.scheduler, self.table, self.runner, chunks, rounds is None)
-        self._ended = self._rounds_of_ended = 0  # finished texts and their rounds
 
     def compile(self) -> None:
         """Compiles the smallest size and all rows; others are compiled during decoding."""
@@ -223,9 +219,6 @@ class Batch:
         """
         requests = [entry.request for _, entry in self.table.decoding]
         max_rounds = min(self._rounds, self.runner.engine.rounds_per_look(requests))
-        if self._ended and any(request.stops.texts for request in requests):
-            mean_rounds = self._rounds_of_ended / self._ended
-            max_rounds = min(max_rounds, 1 + int(2 * LOST * mean_rounds))
         self.runner.run(max_rounds, max(len(requests) - self._shards + 1, 1))
 
     def collect(
@@ -266,8 +259,6 @@ class Batch:
                     continue
                 entry.length = len(entry.request.prompt) + len(text.tokens)
                 self.scheduler.order.finish(entry)
-                self._ended += 1
-                self._rounds_of_ended += text.stats.rounds
                 lost += entry.rounds - text.stats.rounds
             self.scheduler.finish(entry)
             self.table.entries[row] = None
