@@ -112,7 +112,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from specsamp.serving.endpoint import Endpoint
-        from specsamp.serving.web_server import SPARE_CONNECTIONS, WebServer, address, bind
+        from specsamp.serving.web_server import WebServer, address, bind
     except ImportError as error:
         raise ValueError(
             f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2 "
@@ -145,7 +145,6 @@ def main() -> None:
             keys=keys,
             max_body=_MAX_BODY.value,
             timeout=_TIMEOUT.value,
-            most=service.capacity + SPARE_CONNECTIONS,
             say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
         )
         server = WebServer(endpoint.app(), service, _TIMEOUT.value)

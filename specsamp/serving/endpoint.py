@@ -71,7 +71,6 @@ class Endpoint:
       keys: accepted keys; none: no key is checked.
       max_body: the most bytes of a request.
       timeout: seconds for a client to send its request, and to read each chunk of its answer.
-      most: concurrent requests; more are refused with status 503. None: any number.
       say: called with a line about each request.
       statistics: the counts of `/metrics`.
     """
@@ -82,7 +81,6 @@ class Endpoint:
     keys: Sequence[str] = dataclasses.field(default=(), repr=False)
     max_body: int = 1 << 20
     timeout: float = 60.0
-    most: int | None = None
     say: Callable[[str], None] = logging.info
     statistics: Statistics = dataclasses.field(default_factory=Statistics)
 
@@ -272,8 +270,7 @@ class Endpoint:
 
 
 class _Watch:
-    """Counts and logs each request of an application; refuses requests beyond the limit, and
-    requests with two lengths.
+    """Counts and logs each request of an application; refuses requests with two lengths.
 
     If a proxy reads the length of a body from one header and this server from another, a part of
     the body is a request that the proxy has not seen. So the connection is closed, and the bytes
@@ -281,7 +278,7 @@ class _Watch:
     """
 
     def __init__(self, app: Starlette, endpoint: Endpoint):
-        self._app, self._endpoint, self._open = app, endpoint, 0
+        self._app, self._endpoint = app, endpoint
         self._paths = {route.path for route in app.routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,19 +291,13 @@ class _Watch:
                 statuses.append(message["status"])
             await send(message)
 
-        most, self._open = self._endpoint.most, self._open + 1
         app = self._app
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             twice = ApiError("content-length and transfer-encoding contradict each other: send one")
             app = _reply(twice.body, twice.status, CLOSE)
-        elif most is not None and self._open > most:
-            app = await _refuse(
-                Request(scope), ApiError(f"{most} requests are open: try again later", status=503)
-            )
         try:
             await app(scope, receive, watched)
         finally:
-            self._open -= 1
             self._record(scope, statuses[0] if statuses else 499, begin)
         return None
 

@@ -204,12 +204,6 @@ def test_slow_headers_are_closed_with_json_errors(service, server, monkeypatch):
         assert request(server, "GET", "/health")[0] == 200
 
 
-def test_too_many_open_requests_get_json_errors(service):
-    with serving(service, most=0) as full:
-        status, _, document = post(full, COMPLETIONS, ASKED)
-        assert status == 503 and "0 requests are open" in document["error"]["message"]
-
-
 @pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), ([], "aab")])
 def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
     """With keys a, a and b, the third request overtakes the second; without keys it does not."""
