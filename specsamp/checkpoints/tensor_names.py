@@ -27,7 +27,7 @@ import numpy as np
 from specsamp import storage
 from specsamp.checkpoints.params import MOST_SHOWN
 from specsamp.checkpoints.safetensors_io import DTYPES, Tensor
-from specsamp.models.config import RecurrentConfig, TransformerConfig
+from specsamp.models.config import TransformerConfig
 
 TABLES: dict[str, dict[str, str]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
@@ -39,7 +39,7 @@ def sizes(config: TransformerConfig, parameter: str = "") -> dict[str, int]:
     """Returns the size of the axis of each letter, in the layer of a parameter."""
     layer = re.match(r"layer_(\d+)/", parameter)
     config = config.of_layer(int(layer[1])) if layer else config
-    return dict(
+    found = dict(
         V=config.vocab_size,
         D=config.width,
         F=config.feedforward_width,
@@ -47,27 +47,22 @@ def sizes(config: TransformerConfig, parameter: str = "") -> dict[str, int]:
         M=config.num_kv_heads,
         H=config.head_size,
         P=config.max_positions,
-        E=0 if config.experts is None else config.experts.num_experts,
-        I=0 if config.experts is None else config.experts.width,
-        J=0 if config.experts is None else config.experts.shared_width,
         O=1,
-        **({} if config.recurrent is None else recurrent_sizes(config.recurrent)),
     )
-
-
-def recurrent_sizes(shape: RecurrentConfig) -> dict[str, int]:
-    """Returns the sizes of recurrent layers: G key heads of K entries, and for each R value heads
-    with Y entries together.
-    """
-    group = shape.num_value_heads // shape.num_key_heads
-    return dict(
-        G=shape.num_key_heads,
-        K=shape.key_size,
-        R=group,
-        Y=group * shape.value_size,
-        Z=shape.value_size,
-        T=shape.taps,
-    )
+    if (experts := config.experts) is not None:
+        found |= dict(E=experts.num_experts, I=experts.width, J=experts.shared_width)
+    if (recurrent := config.recurrent) is not None:
+        # R value heads for each of G key heads, with Y entries together.
+        group = recurrent.num_value_heads // recurrent.num_key_heads
+        found |= dict(
+            G=recurrent.num_key_heads,
+            K=recurrent.key_size,
+            R=group,
+            Y=group * recurrent.value_size,
+            Z=recurrent.value_size,
+            T=recurrent.taps,
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

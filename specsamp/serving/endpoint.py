@@ -213,10 +213,10 @@ class Endpoint:
         request.state.answered = answer, reply
         return _Answering(answer, reply, chunks, self.timeout)
 
-    def _call(self, function: Callable, *arguments: Any, **options: Any) -> Any:
+    def _call(self, function: Callable, *arguments: Any) -> Any:
         """Calls the service, and gives its errors the form of the protocol."""
         try:
-            return function(*arguments, **options)
+            return function(*arguments)
         except tuple(ERRORS) as error:
             form = next(form for kind, form in ERRORS.items() if isinstance(error, kind))
             raise ApiError(str(error), **form) from error
