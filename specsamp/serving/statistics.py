@@ -15,7 +15,7 @@ class Statistics:
     """Counts requests, texts and tokens; any thread may call it."""
 
     def __init__(self):
-        self._registry, self._gauges = CollectorRegistry(), {}
+        self._registry = CollectorRegistry()
 
         def counter(name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"specsamp_{name}", meaning, labels, registry=self._registry)
@@ -62,8 +62,7 @@ class Statistics:
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> bytes:
         """Returns all counts and gauges with their meanings, in the format of Prometheus."""
+        now = CollectorRegistry()
         for name, (meaning, value) in gauges.items():
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(f"specsamp_{name}", meaning, registry=self._registry)
-            self._gauges[name].set(value)
-        return generate_latest(self._registry)
+            Gauge(f"specsamp_{name}", meaning, registry=now).set(value)
+        return generate_latest(self._registry) + generate_latest(now)
