@@ -289,14 +289,9 @@ def compile_report(config: ExperimentConfig) -> Found:
             )
         document = storage.read_json(path)
     bands = document["calibrated_ms"]
-    said = ", ".join(f"{name} {shown_band(band)} ms" for name, band in bands.items())
+    said = ", ".join(f"{name} {Band(**band)} ms" for name, band in bands.items())
     more = {"topology": topology, "ms": bands, "programs": document["report"]["programs"]}
     return Found(bool(bands), f"compiler estimate for {topology}: {said}", more)
-
-
-def shown_band(band: Mapping[str, Any]) -> str:
-    """Returns an estimate from a compile report in two digits."""
-    return str(Band(**{name: band[name] for name in ("least", "likely", "most", "open")}))
 
 
 def outcome(part: Mapping[str, Any]) -> str:
@@ -315,7 +310,7 @@ def table_of(parts: Mapping[str, Any]) -> report.Table:
     )
     for name, ms in measured.items():
         band = estimated.get(PROGRAMS.get(name))
-        beside = f"; compiler estimate {shown_band(band)} ms" if band else ""
+        beside = f"; compiler estimate {Band(**band)} ms" if band else ""
         rows.append({"part": f"time of a {name}", "found": f"{ms:.3g} ms{beside}"})
     failed = sum(not part["passed"] for part in parts.values())
     return report.Table.of(f"{failed} of {len(parts)} parts failed", rows, left=3)

@@ -48,7 +48,7 @@ class ConfigFlag:
         flags.DEFINE_string("config", self.default, "The file.", flag_values=first)
         rest = first(["", *arguments], known_only=True)[1:]
         self.text, self.module = first.config, load_file(first.config)
-        self.fields = load_config(self.text, self.module)
+        self.fields = load_config(self.text)
         known, found = known_fields(self.fields), map(_FIELD.match, rest)
         self.fields_set = tuple(match[1] for match in found if match)
         self.is_given = bool(first["config"].present or self.fields_set)
@@ -119,11 +119,11 @@ def _own_code(text: str) -> Iterator[None]:
         raise ValueError(f"--config={text}: {kind}{error}") from error
 
 
-def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict:
+def load_config(text: str) -> ConfigDict:
     """Returns the configuration of ``FILE.py:WORD``; raises ValueError if the file or the word
     does not exist.
     """
-    module = module or load_file(text)
+    module = load_file(text)
     with _own_code(text):
         config = module.get_config(*text.split(":", 1)[1:])
     if not isinstance(config, ConfigDict):

@@ -2,8 +2,6 @@
 estimates it.
 """
 
-from __future__ import annotations
-
 from specsamp.tpu.topology import KINDS
 
 # Of the paper's target, by the sequences of a replica: notebooks/results/compile_int8_*.json.

@@ -4,8 +4,6 @@ for check in CHECKS:
     print(check.name, check.difference(PallasKernels()), "of at most", check.near)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 program has neither.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -10,8 +10,6 @@
 No memory is allocated: a 70B pair takes a few seconds to lower.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

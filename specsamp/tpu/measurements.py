@@ -19,8 +19,6 @@ Only steps and collectives are fitted. All other kinds are compared with the for
 with its error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -6,8 +6,6 @@ of its grid, and for two more in which the pipeline fills and empties, with all 
 all passes of a loop within the step; waiting for memory does not count.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import dataclasses

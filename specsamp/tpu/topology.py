@@ -4,8 +4,6 @@ needs no TPU.
 mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -5,8 +5,6 @@ random numbers by seed, step and microbatch. So a run that is killed and resumed
 would have given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
