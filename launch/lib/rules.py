@@ -6,6 +6,8 @@ defaults. The kind of siblings follows the name of a rule for token trees: "recu
 "traversal:top".
 """
 
+import dataclasses
+
 from launch.lib.own_code import evaluate, is_own
 from specsamp import (
     EARS,
@@ -34,7 +36,6 @@ LOSSY = {
     BOUNDED: Bounded,
 }
 KNOWN = RULES | TREES | LOSSY
-CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2, "joint": 1}  # the most that may follow
 
 
 def make_rule(word: str) -> Rule:
@@ -51,10 +52,9 @@ def make_rule(word: str) -> Rule:
                 f"rule {word!r} needs a budget and a lossy rule, such as bounded:0.01:ears:1.0"
             )
         return Bounded(make_rule(":".join(constants[1:])), _number(word, constants[0]))
-    if len(constants) > CONSTANTS.get(name, 0):
-        raise ValueError(
-            f"rule {word!r}: {name} takes {CONSTANTS.get(name) or 'no'} constants after colons"
-        )
+    most = sum(field.compare for field in dataclasses.fields(rule))
+    if len(constants) > most:
+        raise ValueError(f"rule {word!r}: {name} takes {most or 'no'} constants after colons")
     return rule(*(_number(word, constant) for constant in constants))
 
 
