@@ -34,12 +34,6 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
     if (storage.place(folder) / "run.json").exists():
         now = json.loads(json.dumps(config))
         before = read_config(folder) | {name: now.get(name) for name in changeable}
-        # Earlier runs have neither field.
-        if "weights" in now:
-            before.setdefault("weights", now["weights"])
-        for part in ("train", "policy", "draft"):
-            if isinstance(before.get(part), dict):
-                before[part] = {"optimizer": "adamw"} | before[part]
         if different := storage.differences(before, now):
             raise ValueError(
                 f"{folder} holds a run with another configuration: {'; '.join(different)}. "

@@ -169,13 +169,6 @@ RUN = {
 }
 
 
-def test_runs_from_before_the_optimizer_field_resume(tmp_path):
-    run_folder.open_run(tmp_path, {**RUN, "train": {"steps": 3}}, "{}", corpus={"sha256": "a"})
-    run_folder.check_run(tmp_path, {**RUN, "train": {"steps": 3, "optimizer": "adamw"}})
-    with refusal("train.optimizer was 'adamw', is 'muon'"):
-        run_folder.check_run(tmp_path, {**RUN, "train": {"steps": 3, "optimizer": "muon"}})
-
-
 def test_a_run_belongs_to_its_configuration(tmp_path):
     folder = tmp_path / "new" / "run"
     run_folder.check_run(folder, RUN)  # no folder yet
