@@ -136,25 +136,27 @@ class TensorSource:
             letter: np.minimum(span, self.sizes[letter]) for letter, span in zip(self.axes, spans)
         }
         wanted = {letter: wanted.get(letter, (0, size)) for letter, size in self.sizes.items()}
-        letters, outermost, read, shape, cut = "", "", [], [], []
+        letters, outermost, read, inside = "", "", [], []
         for axis in self.tensor_axes:
             outer, parts = _split(axis)
-            part = self.part % len(parts)
-            before = sum(map(self._product, parts[:part]))
-            names = outer + parts[part]
-            count = np.diff(wanted[names[0]])[0]
-            if outer:  # each of its entries has all parts
-                inner, inside = self._size(axis[1:]), self._product(parts[part])
-                first = wanted[outer][0] * inner
-                cut += [slice(None), slice(before, before + inside)]
+            part = parts[self.part % len(parts)]
+            before = sum(map(self._product, parts[: self.part % len(parts)]))
+            names = outer + part
+            inner = self._size(axis) // self.sizes[outer] if outer else self._product(part[1:])
+            first, last = np.multiply(wanted[names[0]], inner)
+            is_interleaved = outer and inner == len(parts)
+            if is_interleaved:
+                read.append(slice(first + before, last, inner))
             else:
-                inner = self._product(names[1:])
-                first = before + wanted[names[0]][0] * inner
-                cut += [slice(None), slice(None)]
-            read.append(slice(first, first + count * inner))
-            shape += [count, inner]
+                read.append(slice(first, last) if outer else slice(first + before, last + before))
+            is_cut = outer and not is_interleaved
+            inside.append(slice(before, before + self._product(part)) if is_cut else None)
             letters, outermost = letters + names, outermost + names[0]
-        block = tensors[self.tensor].read(read).reshape(shape)[tuple(cut)]
+        block = tensors[self.tensor].read(read)
+        for at, (axis, cut) in reversed([*enumerate(zip(self.tensor_axes, inside))]):
+            if cut is not None:
+                shape = (*block.shape[:at], -1, self._size(axis[1:]), *block.shape[at + 1 :])
+                block = block.reshape(shape)[(*[slice(None)] * (at + 1), cut)]
         block = block.reshape(
             [np.diff(wanted[x])[0] if x in outermost else self.sizes[x] for x in letters]
         )
