@@ -112,7 +112,7 @@ def wanted() -> Wanted:
     devices = {"target": config.mesh.model, "draft": config.mesh.draft_devices or config.mesh.model}
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     known = known_models(config)
-    sizes = [one.config.weight_bytes / devices[side] for side, one in known.items()]
+    sizes = [one.weight_bytes / devices[side] for side, one in known.items()]
     return Wanted(
         devices=config.mesh.data * config.mesh.model,
         weights_bytes=sum(sizes) if sizes else None,

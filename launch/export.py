@@ -326,11 +326,9 @@ def convert(console: Console) -> None:
     if checkpoint.is_converted:
         raise ValueError(f"{_CHECKPOINT.value} is converted already")
     model = TransformerLM(checkpoint.config)
+    console.print(f"{model.num_parameters:,} parameters, {weight_dtype or _DTYPE.value}")
     if _MODEL.value > 1:
         model = shard_model(model, Layout.tensor_parallel(mesh))
-    console.print(
-        f"{checkpoint.config.num_parameters:,} parameters, {weight_dtype or _DTYPE.value}"
-    )
     start = time.perf_counter()
     with entry.keeps(f"delete {_OUTPUT.value} before you start again, it may hold a part"):
         params = read_params(checkpoint, model, entry.weights_progress(console))

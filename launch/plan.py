@@ -296,7 +296,7 @@ def roofline() -> Roofline:
             f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter}"
         )
     target, draft = target_and_draft(config)
-    size = target.config.weight_bytes + (0 if word.inside else draft.config.weight_bytes)
+    size = target.weight_bytes + (0 if word.inside else draft.weight_bytes)
     least = math.ceil(size / chip.hbm_bytes)
     if _DEVICES.value is None or _DEVICES.value < least:
         raise ValueError(

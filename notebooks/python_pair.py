@@ -87,7 +87,7 @@ def at_temperature(t):
 
 
 for side, model in (("target", pair.target), ("draft", pair.draft)):
-    print(f"{side}: {model.config.num_parameters:,} parameters, {model.config.num_layers} layers")
+    print(f"{side}: {model.num_parameters:,} parameters, {model.config.num_layers} layers")
 print(f"{pair.tokenizer.vocab_size} tokens in the vocabulary, {len(prompts)} held-out prompts")
 
 # %% [markdown]

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.lib.evaluation_tables import quality
 from launch.lib.study import Document, Published, Study, answers, cpu_of
-from specsamp import TransformerConfig
+from specsamp import TransformerConfig, TransformerLM
 from specsamp.analysis import grid
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.figures import COLOURS, STYLES
@@ -227,7 +227,10 @@ def streamed(model: Mapping[str, Any]) -> int:
     # Older files have fields that are gone.
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
-    return config.num_parameters - config.num_ngram_tables * config.ngram_rows * config.width
+    return (
+        TransformerLM(config).num_parameters
+        - config.num_ngram_tables * config.ngram_rows * config.width
+    )
 
 
 def compiled(*documents: Document) -> Table:

@@ -165,6 +165,10 @@ class Layout(DeviceLayout):
                 "the mesh has Explicit axes: pass axis_types=(AxisType.Auto, ...) or use make_mesh"
             )
 
+    @property
+    def device(self) -> jax.Device:
+        return self.mesh.devices.flat[0]
+
     @classmethod
     def tensor_parallel(cls, mesh: Mesh) -> Layout:
         """Returns the layout that splits heads, feed-forward and vocabulary over all model axes."""
@@ -209,6 +213,14 @@ class Layout(DeviceLayout):
                 f"(--config.mesh.draft_model_parallelism={fitting}), or pad the model"
             )
         return _spec(None if not over else over[0] if len(over) == 1 else over for over in placed)
+
+    def part_shape(self, axes: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the part of an array that a device has."""
+        return NamedSharding(self.mesh, self.spec(axes, shape)).shard_shape(shape)
+
+    def specs(self, axes: Any, tree: Any) -> Any:
+        """Returns the `spec` of each array of a tree, see `shardings`."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings(axes, tree))
 
     def _axes_of(self, name: str | None, size: int, tile: int) -> tuple[str, ...] | None:
         """Returns the mesh axes that a logical axis is split over; None: the axes that no other
@@ -260,9 +272,6 @@ class Layout(DeviceLayout):
         logical axes.
         """
         return constrain(tree, self.shardings(axes, tree))
-
-    def if_sharded(self) -> Layout:
-        return self
 
     def on_all_devices(self, tree: Any) -> Any:
         """Replicates arrays over the devices of a data shard: streams, and tokens sampled on

@@ -144,14 +144,6 @@ class RecurrentConfig:
         group = self.num_value_heads // self.num_key_heads
         return 2 * self.key_size + group * (self.value_size + 2)
 
-    def num_parameters(self, width: int) -> int:
-        """Returns the number of parameters of a layer's recurrent part."""
-        heads = self.num_value_heads
-        values = heads * self.value_size
-        mixed = 2 * self.num_key_heads * self.key_size + values
-        projections = width * (mixed + 2 * values + 2 * heads)
-        return projections + mixed * self.taps + 2 * heads + self.value_size
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
@@ -375,74 +367,9 @@ class TransformerConfig:
         return self.ngram_order - 1 if self.ngram_rows else 0
 
     @property
-    def num_parameters(self) -> int:
-        """Returns the number of parameters, by a formula: tracing 80 layers for their shapes takes
-        seconds.
-        """
-        width, inner = self.width, self.feedforward_width
-        norm = width * (2 if self.norm == "layer" else 1)
-        feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * (
-            (1 + self.gated) * inner + width
-        )
-        layer = 2 * (self.pre_norms + self.post_norms) * norm + self.layer_scale
-        attentions = sum(
-            self.recurrent.num_parameters(width)
-            if self.is_recurrent(i)
-            else self.of_layer(i)._attention_parameters
-            for i in range(self.num_layers)
-        )
-        dense = self.num_layers - self.num_sparse_layers
-        router = 0
-        if self.experts is not None:
-            shared = self.experts.shared_width
-            router = width * (self.experts.num_experts + 3 * shared + (shared > 0))
-            router += (
-                self.experts.bias * self.experts.num_experts * (1 + 2 * self.experts.width + width)
-            )
-        feedforwards = (
-            dense * feedforward + self.num_sparse_layers * router + self.num_expert_parameters
-        )
-        positions = self.max_positions * width if self.positions == "learned" else 0
-        ngrams = self.num_ngram_tables * self.ngram_rows * width
-        embeddings = (1 if self.tied else 2) * self.vocab_size * width
-        layers = attentions + self.num_layers * layer
-        return layers + feedforwards + embeddings + norm + positions + ngrams
-
-    @property
-    def _attention_parameters(self) -> int:
-        """Returns the number of parameters of attention, of the shape of one layer."""
-        heads, kv, size, width = self.num_heads, self.num_kv_heads, self.head_size, self.width
-        count = (2 * heads + (2 - self.keys_as_values) * kv) * size * width
-        if self.positions == "relative":
-            count += kv * size * width + 2 * heads * size  # projection, and the two biases
-        count += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
-        count += self.query_key_norm * (4 if self.norm == "layer" else 2) * size
-        count += self.joint_norm * (heads + kv) * size
-        return count + self.attention_gate * heads * size * width + self.attention_sinks * heads
-
-    @property
     def num_sparse_layers(self) -> int:
         """Returns the number of layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
-
-    @property
-    def num_expert_parameters(self) -> int:
-        """Returns the number of parameters of all experts."""
-        of_layer = (
-            0
-            if self.experts is None
-            else 3 * self.width * self.experts.width * self.experts.num_experts
-        )
-        return self.num_sparse_layers * of_layer
-
-    @property
-    def weight_bytes(self) -> int:
-        """Returns the bytes of decode-time weights; in int8 one per parameter, without
-        the scales.
-        """
-        return self.num_parameters * (
-            1 if self.weight_dtype == "int8" else self.compute_dtype.itemsize
-        )
 
 
 # Models by name: functions whose arguments override fields.

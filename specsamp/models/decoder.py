@@ -4,6 +4,7 @@ Layers are unrolled, each with its own cache arrays; stacked weights under `lax.
 layer by layer. Names of parameters are those of checkpoints: they follow from the names below.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import flax.linen as nn
@@ -14,10 +15,10 @@ from specsamp.models import ngrams
 from specsamp.models.attention import Attention
 from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
-from specsamp.models.experts import Experts
+from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels
-from specsamp.models.modules import FeedForward, Norm, SharedExpert, weight
+from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
 
@@ -35,7 +36,7 @@ class Layer(nn.Module):
     attention: type[Attention]
     experts: type[Experts] | None = None  # None: a layer without
     recurrence: type[GatedDelta] | None = None  # instead of attention
-    layout: DeviceLayout | None = None  # see `Experts`
+    layout: DeviceLayout = DeviceLayout()
     kernels: Kernels | None = None
 
     @nn.compact
@@ -82,9 +83,8 @@ class Layer(nn.Module):
             else:
                 attended_BTD = y_BTD = x_BTD + y_BTD
             if self.experts is not None:
-                made_BTD = self.experts(config, self.layout, self.kernels, name="experts")(y_BTD)
-                if config.experts.shared_width:
-                    made_BTD = made_BTD + SharedExpert(config, name="shared")(y_BTD)
+                experts = self.experts(config, self.layout, self.kernels, name="experts")
+                made_BTD = run_experts(experts, y_BTD)
             else:
                 made_BTD = FeedForward(config, name="mlp")(y_BTD)
             x_BTD = attended_BTD + finish("mlp", made_BTD)
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
     """The whole model, called in three parts: `embed`, `run_layers` and `unembed`."""
 
     config: TransformerConfig
-    layout: DeviceLayout | None = None  # over a mesh, see `Experts`
+    layout: DeviceLayout = DeviceLayout()
     kernels: Kernels | None = None
 
     attention: ClassVar[type[Attention]] = Attention
@@ -140,12 +140,12 @@ class Decoder(nn.Module):
         self.final_norm = Norm(config, kernels=kernels)
         self.output_embedding = self.declare_output()
 
-    def everything(self, tokens_BT: Array, start_B: Array) -> Array:
-        """Runs all parts once, to declare all parameters."""
+    def declare(self, tokens_BT: Array, start_B: Array, layers: Iterable[int]) -> Array:
+        """Runs the parts around the layers, and some layers, to declare their parameters."""
         x_BTD, _ = self.embed(tokens_BT, start_B, None)
-        return self.unembed(
-            self.run_layers(x_BTD, start_B, None, None, 0, self.config.num_layers)[0]
-        )
+        for i in layers:
+            x_BTD, *_ = self.run_layers(x_BTD, start_B, None, None, i, i + 1)
+        return self.unembed(x_BTD)
 
     def embed(
         self,

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
@@ -51,7 +51,7 @@ class Experts(nn.Module):
     """Gated experts with a router, ``[B, T, D] -> [B, T, D]``."""
 
     config: TransformerConfig
-    layout: DeviceLayout | None = None  # over a mesh; None: one device
+    layout: DeviceLayout = DeviceLayout()
     kernels: Kernels | None = None
 
     inner_spec: ClassVar[str] = "RD,FD->RF"  # of the products with gate and up
@@ -92,16 +92,11 @@ class Experts(nn.Module):
     def _mix(self, x_RD: Array, logits_RE: Array, stacked: dict[str, Any]) -> Array:
         """Returns the sum of the results of the experts on all devices, float32."""
         config, layout, kernels = self.config, self.layout, self.kernels
-        over_experts, over, part, gate = None, (), stacked["gate"].shape, stacked["gate"]
-        if layout is not None:
-            known = STACKED_AXES | BIAS_AXES
-            axes = {name: PartitionSpec(*known[name]) for name in stacked}
-            spec = layout.spec(axes["gate"], gate.shape)
-            over_experts, over = (
-                next(iter(spec), None),
-                tuple(filter(None, jax.tree.leaves(tuple(spec)))),
-            )
-            part = NamedSharding(layout.mesh, spec).shard_shape(gate.shape)
+        known, gate = STACKED_AXES | BIAS_AXES, stacked["gate"]
+        axes = {name: PartitionSpec(*known[name]) for name in stacked}
+        spec = layout.spec(axes["gate"], gate.shape)
+        part = layout.part_shape(axes["gate"], gate.shape)
+        over_experts, over = next(iter(spec), None), tuple(jax.tree.leaves(tuple(spec)))
         in_kernel = kernels is not None and kernels.take_experts(
             len(x_RD), part, jax.tree.leaves(gate)[0].dtype
         )
@@ -116,11 +111,8 @@ class Experts(nn.Module):
             return jax.lax.psum(y_RD, over) if over else y_RD
 
         routing_RE = logits_RE if in_kernel else route(logits_RE, config.experts)
-        if layout is None:
-            return mix(x_RD, routing_RE, stacked)
         of_routing = PartitionSpec() if in_kernel else PartitionSpec(None, over_experts)
-        of_stacked = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(axes, stacked))
-        in_specs = (PartitionSpec(), of_routing, of_stacked)
+        in_specs = (PartitionSpec(), of_routing, layout.specs(axes, stacked))
         return layout.per_device(mix, in_specs, PartitionSpec())(x_RD, routing_RE, stacked)
 
 
@@ -133,11 +125,17 @@ class SparseFeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
-        experts = Experts(self.config, self.layout.if_sharded(), self.kernels, name="experts")
-        made_BTD = experts(x_BTD)
-        if self.config.experts.shared_width:
-            made_BTD = made_BTD + SharedExpert(self.config, name="shared")(x_BTD)
-        return made_BTD
+        return run_experts(Experts(self.config, self.layout, self.kernels, name="experts"), x_BTD)
+
+
+def run_experts(experts: Experts, x_BTD: Array) -> Array:
+    """Returns the sum of the results of the experts, and of the one that all tokens have, which it
+    declares beside them.
+    """
+    made_BTD = experts(x_BTD)
+    if experts.config.experts.shared_width:
+        made_BTD = made_BTD + SharedExpert(experts.config, name="shared")(x_BTD)
+    return made_BTD
 
 
 def route(logits_RE: Array, experts: ExpertsConfig) -> Array:

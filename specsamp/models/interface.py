@@ -8,12 +8,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from specsamp.sampling.warp import RowKernels
 
@@ -77,9 +77,22 @@ class DeviceLayout:
     mesh.
     """
 
-    def if_sharded(self) -> DeviceLayout | None:
-        """Returns the layout if it is of a mesh; else None."""
-        return None
+    @property
+    def device(self) -> jax.Device:
+        """Returns the device, or one of those of a mesh."""
+        return jax.local_devices()[0]
+
+    def spec(self, axes: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+        return PartitionSpec()
+
+    def specs(self, axes: Any, tree: Any) -> Any:
+        return PartitionSpec()
+
+    def part_shape(self, axes: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return function
 
     def on_all_devices(self, tree: Any) -> Any:
         return tree
@@ -93,7 +106,7 @@ class DeviceLayout:
         return tree
 
     def shardings(self, axes: Any, shapes: Any) -> Any:
-        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
+        return jax.tree.map(lambda _: SingleDeviceSharding(self.device), shapes)
 
 
 class Kernels(RowKernels, Protocol):

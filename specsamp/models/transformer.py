@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -45,13 +46,13 @@ class TransformerLM(LayeredModel):
         are the same.
       kernels: of attention over the caches, experts, norms and rotations, for TPUs; None: XLA's
         operations.
-      layout: of the weights over a mesh, for layers with experts; None: one device.
+      layout: of the weights, for layers with experts.
     """
 
     config: TransformerConfig
     weight_order: str = "default"
     kernels: Kernels | None = None
-    layout: DeviceLayout | None = None
+    layout: DeviceLayout = DeviceLayout()
 
     def __post_init__(self):
         validate.choice("weight_order", self.weight_order, WEIGHT_ORDERS)
@@ -91,11 +92,36 @@ class TransformerLM(LayeredModel):
         """Returns the logical axis names of every parameter, as a tree of `PartitionSpec`."""
         return nn.get_partition_spec(jax.eval_shape(self._boxed, jax.random.key(0)))
 
-    def _boxed(self, key: Array) -> Any:
-        tokens_BT = jnp.zeros((1, 1), jnp.int32)
-        return Decoder(self.config).init(
-            key, tokens_BT, jnp.zeros((1,), jnp.int32), method="everything"
-        )["params"]
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Returns the number of parameters; of equal layers the first is traced."""
+        config, layers = self.config, range(self.num_layers)
+        kinds = [
+            (config.of_layer(i), config.has_experts(i), config.is_recurrent(i)) for i in layers
+        ]
+        counts = {kinds.index(kind): count for kind, count in Counter(kinds).items()}
+        shapes = jax.eval_shape(lambda: self._boxed(jax.random.key(0), counts))
+        times = {f"layer_{i}": count for i, count in counts.items()}
+        return sum(
+            times.get(name, 1) * leaf.size
+            for name, part in shapes.items()
+            for leaf in jax.tree.leaves(part)
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Returns the bytes of decode-time weights; in int8 one per parameter, without the
+        scales.
+        """
+        is_int8 = self.config.weight_dtype == "int8"
+        return self.num_parameters * (1 if is_int8 else self.config.compute_dtype.itemsize)
+
+    def _boxed(self, key: Array, layers: Iterable[int] | None = None) -> Any:
+        """Returns random parameters with the names of their axes; of some layers, or of all."""
+        layers = range(self.num_layers) if layers is None else layers
+        tokens_BT, start_B = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
+        arguments = tokens_BT, start_B, layers
+        return Decoder(self.config).init(key, *arguments, method="declare")["params"]
 
     def forward(
         self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()
@@ -178,8 +204,7 @@ class TransformerLM(LayeredModel):
     def for_mesh(self, layout: DeviceLayout) -> TransformerLM:
         """Returns the model in the default weight order: a CPU's joined heads cannot be split."""
         kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
-        of_experts = None if self.config.experts is None else layout
-        return dataclasses.replace(self, weight_order="default", kernels=kernels, layout=of_experts)
+        return dataclasses.replace(self, weight_order="default", kernels=kernels, layout=layout)
 
     def weight_axes(self) -> Any:
         """Returns the logical axis names of `fit_slots`'s result, as a tree of `PartitionSpec`.

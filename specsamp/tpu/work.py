@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from specsamp.analysis.costs import Costs
 from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.topology import CHIPS, Chip
 
 BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
@@ -97,17 +98,19 @@ class Shape:
             embeddings * (1 if config.tied else 2)
             + config.num_ngram_tables * config.ngram_rows * config.width
         )
-        experts = config.experts
+        experts, sparse = config.experts, config.num_sparse_layers
+        one = 3 * config.width * experts.width if experts else 0
+        total = TransformerLM(config).num_parameters
         return cls(
             layers=config.num_layers,
             width=config.width,
-            parameters=config.num_parameters - config.num_expert_parameters - tables,
+            parameters=total - sparse * one * (experts.num_experts if experts else 0) - tables,
             head_parameters=embeddings,
             cached=sum(cached),
             windowed=sum(windowed),
             window=config.window or math.inf,
-            expert_parameters=3 * config.width * experts.width if experts else 0.0,
-            expert_layers=config.num_sparse_layers,
+            expert_parameters=one,
+            expert_layers=sparse,
             experts=experts.num_experts if experts else 0,
             experts_per_token=experts.experts_per_token if experts else 0,
         )

@@ -38,9 +38,9 @@ CONFIGS = {name: tiny(**changes) for name, changes in SHAPES.items()} | MODELS
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_counts_axes_and_json(name):
-    """The formula counts the module's parameters, each has its axes, and a config survives JSON."""
+    """All parameters are counted, each has its axes, and a config survives JSON."""
     config = CONFIGS[name]
-    assert config.num_parameters == count(config)
+    assert TransformerLM(config).num_parameters == count(config)
     axes = TransformerLM(config).param_axes()
     jax.tree.map(
         lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim),

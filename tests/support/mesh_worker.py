@@ -178,7 +178,7 @@ def checkpoint(folder):
 
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
     share = 1 / jax.process_count() + 0.02  # norms are on all devices
-    assert sum(piece.size for piece in asked) < share * PUBLIC.num_parameters
+    assert sum(piece.size for piece in asked) < share * TransformerLM(PUBLIC).num_parameters
     write_converted(opened, params, folder / "converted")
     distributed.gather_objects("written")
     again = read_params(open_checkpoint(folder / "converted", dtype="float32"), model)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from specsamp import validate
 from specsamp.models.cache import LayerCache
@@ -49,19 +49,17 @@ class PallasKernels(Kernels):
     slots are no multiple of 128. Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
 
     Attributes:
-      layout: of the model over a mesh, each of whose devices calls the kernels for its own heads;
-        None: one device.
+      layout: of the model; over a mesh each device calls the kernels for its own heads.
       interpret: runs the kernels on the CPU, slowly, for tests.
     """
 
-    layout: DeviceLayout | None = None
+    layout: DeviceLayout = DeviceLayout()
     interpret: bool = False
 
     @property
     def cores(self) -> int:
         """Returns how many cores a device has: on TPU v4 and v5p two."""
-        device = jax.devices()[0] if self.layout is None else self.layout.mesh.devices.flat[0]
-        return getattr(device, "num_cores", None) or 1
+        return getattr(self.layout.device, "num_cores", None) or 1
 
     def for_heads(self, head_size: int) -> PallasKernels | None:
         if head_size % LANES and head_size != PAIRED_SIZE:
@@ -98,14 +96,12 @@ class PallasKernels(Kernels):
         attend = functools.partial(
             decode_attention, scale=scale, cap=cap, cores=self.cores, interpret=self.interpret
         )
-        if self.layout is not None:
-            heads, kv_heads = q_BNTH.shape[1], cache.entries_BMSH[0].shape[1]
-            of_heads = of_cache = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
-            _, on_device = NamedSharding(self.layout.mesh, of_cache).shard_shape((1, kv_heads))
-            if on_device == 1:  # devices with the same kv head share its queries
-                of_heads = self.layout.spec(PartitionSpec(None, "heads"), (1, heads))
-            in_specs = (of_heads, of_cache, PartitionSpec(), of_heads, of_cache, of_heads)
-            attend = self.layout.per_device(attend, in_specs, of_heads)
+        kv_heads = PartitionSpec(None, "kv_heads"), cache.entries_BMSH[0].shape[:2]
+        of_heads = of_cache = self.layout.spec(*kv_heads)
+        if self.layout.part_shape(*kv_heads)[1] == 1:  # devices with the same kv head share queries
+            of_heads = self.layout.spec(PartitionSpec(None, "heads"), q_BNTH.shape[:2])
+        in_specs = (of_heads, of_cache, PartitionSpec(), of_heads, of_cache, of_heads)
+        attend = self.layout.per_device(attend, in_specs, of_heads)
         if distances_BNTS is not None and visible.block is not None:
             distances_BNTS = align_distances(distances_BNTS, visible)
         return attend(
@@ -124,9 +120,8 @@ class PallasKernels(Kernels):
         ``start_B ..`` of their arrays.
         """
         append = functools.partial(append_rows, interpret=self.interpret)
-        if self.layout is not None:
-            split = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1]))
-            append = self.layout.per_device(append, (split, split, PartitionSpec()), split)
+        split = self.layout.spec(PartitionSpec(None, "kv_heads"), new[0].shape[:2])
+        append = self.layout.per_device(append, (split, split, PartitionSpec()), split)
         return append(caches, new, start_B)
 
     def take_small(self, x: Array) -> bool:
@@ -143,8 +138,6 @@ class PallasKernels(Kernels):
         operands, and of the results.
         """
         compute = functools.partial(in_one_kernel, function, interpret=self.interpret)
-        if self.layout is None:
-            return compute(*operands)
         specs = [
             self.layout.spec(PartitionSpec(None, axis), x.shape[:2])
             for axis, x in zip(axes, operands)
@@ -166,8 +159,6 @@ class PallasKernels(Kernels):
             )
             return made.reshape(operands[0].shape)
 
-        if self.layout is None:
-            return compute(x, numbers)
         rows = self.layout.spec(PartitionSpec("rows"), x.shape[:1])
         return self.layout.per_device(compute, (rows, rows), rows)(x, numbers)
 
@@ -179,10 +170,8 @@ class PallasKernels(Kernels):
             made_RV = expand_rows(flat_RU, ranks_1V, first_J, interpret=self.interpret)
             return made_RV.reshape(*logits.shape[:-1], -1)
 
-        if self.layout is not None:
-            rows = self.layout.spec(PartitionSpec("rows"), logits.shape[:1])
-            whole = PartitionSpec()
-            compute = self.layout.per_device(compute, (rows, whole, whole), rows)
+        rows, whole = self.layout.spec(PartitionSpec("rows"), logits.shape[:1]), PartitionSpec()
+        compute = self.layout.per_device(compute, (rows, whole, whole), rows)
         return compute(logits, ranks_1V, first_J)
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
@@ -215,10 +204,9 @@ class PallasKernels(Kernels):
         heads of its key heads.
         """
         fits = shape.key_size % LANES == shape.value_size % LANES == 0
-        if self.layout is not None:
-            counts = shape.num_key_heads, shape.num_value_heads
-            specs = [self.layout.spec(PartitionSpec("kv_heads"), (count,)) for count in counts]
-            fits &= specs[0] == specs[1]
+        counts = shape.num_key_heads, shape.num_value_heads
+        specs = [self.layout.spec(PartitionSpec("kv_heads"), (count,)) for count in counts]
+        fits &= specs[0] == specs[1]
         if not fits:
             say_once(f"the gated delta rule is not a kernel for {shape}")
         return fits
@@ -233,13 +221,11 @@ class PallasKernels(Kernels):
     ) -> tuple[Array, RecurrentCache]:
         """Computes `specsamp.models.recurrent.mix`, and writes the cache in place."""
         step = functools.partial(delta_step, config, interpret=self.interpret)
-        if self.layout is not None:
-            heads = self.layout.spec(PartitionSpec("kv_heads"), x_BMTX.shape[1:2])
-            of_cache = PartitionSpec(None, *heads)
-            of_all = of_cache, of_cache, PartitionSpec()
-            in_specs = of_cache, PartitionSpec(), (heads, heads, PartitionSpec()), of_all
-            out_specs = PartitionSpec(None, None, *heads), *of_all
-            step = self.layout.per_device(step, in_specs, out_specs)
+        heads = self.layout.spec(PartitionSpec("kv_heads"), x_BMTX.shape[1:2])
+        of_cache = PartitionSpec(None, *heads)
+        of_all = of_cache, of_cache, PartitionSpec()
+        in_specs = of_cache, PartitionSpec(), (heads, heads, PartitionSpec()), of_all
+        step = self.layout.per_device(step, in_specs, (PartitionSpec(None, None, *heads), *of_all))
         *vectors, scale_V = vectors
         arrays = cache.state_BNKV, cache.inputs_BMWX, cache.position_B
         mixed_BTX, *arrays = step(x_BMTX, start_B, (*vectors, scale_V[None]), arrays)
