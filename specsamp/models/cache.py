@@ -9,18 +9,20 @@ overwritten later.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp.models.int8 import quantise
-from specsamp.models.interface import Kernels
 from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.slots import SLOTS_AXIS, cut_slots, move_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -39,7 +41,7 @@ class LayerCache:
     slots only the scores are masked, and their values are still multiplied by 0.
     """
 
-    kernels: Kernels | None = dataclasses.field(default=None, metadata=dict(static=True))
+    kernels: PallasKernels | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
@@ -54,7 +56,7 @@ class LayerCache:
         slots: int,
         head_size: int,
         dtype: Any,
-        kernels: Kernels | None = None,
+        kernels: PallasKernels | None = None,
     ) -> Self:
         """Returns an empty cache. Every array has its own buffer, since donating a buffer twice is
         an error.
@@ -66,7 +68,7 @@ class LayerCache:
         return dataclasses.replace(arrays, kernels=kernels)
 
     @classmethod
-    def logical_axes(cls, kernels: Kernels | None = None) -> Self:
+    def logical_axes(cls, kernels: PallasKernels | None = None) -> Self:
         """Returns the logical axis names of every array, each a `PartitionSpec`."""
         specs = {
             name: PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes))

@@ -4,8 +4,10 @@ Layers are unrolled, each with its own cache arrays; stacked weights under `lax.
 layer by layer. Names of parameters are those of checkpoints: they follow from the names below.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,10 +19,13 @@ from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
-from specsamp.models.interface import Block, DeviceLayout, Kernels
+from specsamp.models.interface import Block, DeviceLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -37,7 +42,7 @@ class Layer(nn.Module):
     experts: type[Experts] | None = None  # None: a layer without
     recurrence: type[GatedDelta] | None = None  # instead of attention
     layout: DeviceLayout = DeviceLayout()
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     @nn.compact
     def __call__(
@@ -99,7 +104,7 @@ class Decoder(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     attention: ClassVar[type[Attention]] = Attention
     experts: ClassVar[type[Experts]] = Experts

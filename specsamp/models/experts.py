@@ -16,10 +16,12 @@ Over a mesh each device has a part of the width of each expert, or whole experts
 over the devices.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import re
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -28,9 +30,12 @@ from jax.sharding import PartitionSpec
 
 from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
-from specsamp.models.interface import DeviceLayout, Kernels
+from specsamp.models.interface import DeviceLayout
 from specsamp.models.modules import SharedExpert, weight
 from specsamp.models.products import contract, contract_slice
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -52,7 +57,7 @@ class Experts(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     inner_spec: ClassVar[str] = "RD,FD->RF"  # of the products with gate and up
 
@@ -121,7 +126,7 @@ class SparseFeedForward(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:

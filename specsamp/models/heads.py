@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -24,9 +24,12 @@ from specsamp import validate
 from specsamp.models.cache import CACHES, KERNEL_SLOTS, KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
+from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 IDS_OF_BLOCK = 128  # that a kernel expands together
@@ -151,7 +154,7 @@ class HeadModule(nn.Module):
 
     config: HeadConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     def declare_ends(self) -> None:
         """Declares the embedding and the output, unless they are the target's."""
@@ -251,7 +254,7 @@ class Head:
 
     config: HeadConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -360,7 +363,7 @@ class Head:
         return kind.logical_axes(kernels)
 
     @property
-    def _kind_of_cache(self) -> tuple[type[LayerCache], Kernels | None]:
+    def _kind_of_cache(self) -> tuple[type[LayerCache], PallasKernels | None]:
         """Returns the class of a layer's cache, and its kernels."""
         size = self.config.layer.head_size
         kernels = self.kernels and self.kernels.for_heads(size)
@@ -421,7 +424,7 @@ class Head:
                 return of_target(x_BTD)
             return self.layout.by_rows(self._apply("project", weights, x_BTD, offset))
 
-    def expand(self, weights: Any, logits: Array, kernels: Kernels | None = None) -> Array:
+    def expand(self, weights: Any, logits: Array, kernels: PallasKernels | None = None) -> Array:
         """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's
         vocabulary.
 

@@ -9,13 +9,14 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from specsamp.sampling.warp import RowKernels
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -109,48 +110,6 @@ class DeviceLayout:
         return jax.tree.map(lambda _: SingleDeviceSharding(self.device), shapes)
 
 
-class Kernels(RowKernels, Protocol):
-    """The kernels that a model calls; `specsamp.models.kernels.dispatch.PallasKernels` has them."""
-
-    def for_heads(self, head_size: int) -> Kernels | None:
-        """Returns the kernels, or None if they do not take heads of this size."""
-
-    def pairs_heads(self, head_size: int) -> bool:
-        """Returns whether keys and values of such heads share rows, as in `PairedKVCache`."""
-
-    def take(self, num_slots: int, length: int, group: int = 1) -> bool:
-        """Returns whether `attend` and `write` are kernels for a call of ``length`` tokens."""
-
-    def attend(self, q_BNTH: Array, cache: Any, visible: Any, **options: Any) -> Array:
-        """Computes `specsamp.models.cache.LayerCache.attend`, with its arguments."""
-
-    def write(
-        self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array
-    ) -> tuple[Array, ...]:
-        """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..``."""
-
-    def take_small(self, x: Array) -> bool:
-        """Returns whether `fuse` computes functions of ``x`` in one kernel."""
-
-    def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
-        """Computes a function of arrays and trees of arrays; ``axes`` split their axis 1."""
-
-    def expand(self, logits: Array, ranks_1V: Array, first_J: Array) -> Array:
-        """Computes `specsamp.models.heads.Head.expand` for a reduced vocabulary."""
-
-    def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
-        """Returns whether `mix_experts` takes matrices ``part``, ``[E', F, D]`` on a device."""
-
-    def mix_experts(self, config: Any, *arrays: Any) -> Array:
-        """Routes tokens; returns the sum of the experts' results, ``[R, D]`` float32."""
-
-    def take_delta(self, shape: Any) -> bool:
-        """Returns whether `step_delta` is a kernel for a `RecurrentConfig`."""
-
-    def step_delta(self, config: Any, *arrays: Any) -> Any:
-        """Computes `specsamp.models.recurrent.mix` for tokens that may be removed again."""
-
-
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are
     separate arguments.
@@ -166,7 +125,7 @@ class LanguageModel(abc.ABC):
     # How many tokens before the start of its last call a call may begin, and its calls take
     # ``lengths_B``; None: any number.
     rewind: int | None = None
-    kernels: Kernels | None = None  # also for the warps of a loop; None: no kernels
+    kernels: PallasKernels | None = None  # also for the warps of a loop; None: no kernels
     # For programs that call the model as their target.
     compiler_options: tuple[tuple[str, str], ...] = ()
 

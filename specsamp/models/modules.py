@@ -2,7 +2,10 @@
 layer.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -10,8 +13,10 @@ import jax.numpy as jnp
 
 from specsamp.models.config import ACTIVATIONS, TransformerConfig
 from specsamp.models.int8 import Int8Weight
-from specsamp.models.interface import Kernels
 from specsamp.models.products import contract
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -45,7 +50,7 @@ class Norm(nn.Module):
 
     config: TransformerConfig
     axis: str = "embed"  # the logical name of the last axis
-    kernels: Kernels | None = None  # of the stream, which all devices have
+    kernels: PallasKernels | None = None  # of the stream, which all devices have
 
     def __call__(self, x):
         function, vectors = functools.partial(normalise, self.config), self.vectors(x.shape[-1])

@@ -8,7 +8,7 @@ k, counted from 0, reads the features of module k - 1 and the token k + 1 positi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -19,9 +19,12 @@ from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.experts import SparseFeedForward
 from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
-from specsamp.models.interface import DeviceLayout, Kernels
+from specsamp.models.interface import DeviceLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -31,7 +34,7 @@ class Module(nn.Module):
 
     config: MTPConfig
     layout: DeviceLayout
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     def setup(self):
         layer = self.config.layer

@@ -9,9 +9,11 @@ tokens before the last call. So a call reads one state and writes one, whatever 
 The inputs are those of the short convolution that comes before the rule. It is computed again.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
@@ -23,10 +25,12 @@ from specsamp.models.cache import LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
 from specsamp.models.int8 import is_int8
-from specsamp.models.interface import Kernels
 from specsamp.models.modules import weight
 from specsamp.models.products import contract
 from specsamp.models.slots import read_slots, write_slots
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -106,7 +110,7 @@ class GatedDelta(nn.Module):
     """
 
     config: TransformerConfig
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
 
     @nn.compact
     def __call__(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -26,10 +26,13 @@ from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
-from specsamp.models.interface import Block, DeviceLayout, Kernels, LayeredModel, Output
+from specsamp.models.interface import Block, DeviceLayout, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 from specsamp.models.recurrent import REWIND, RecurrentCache, join_axes, join_parts
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -51,7 +54,7 @@ class TransformerLM(LayeredModel):
 
     config: TransformerConfig
     weight_order: str = "default"
-    kernels: Kernels | None = None
+    kernels: PallasKernels | None = None
     layout: DeviceLayout = DeviceLayout()
 
     def __post_init__(self):
@@ -357,7 +360,7 @@ class TransformerLM(LayeredModel):
         is_paired = kernels is not None and kernels.pairs_heads(head_size)
         return CACHES[is_paired, self.config.cache_dtype]
 
-    def _kernels_for(self, head_size: int) -> Kernels | None:
+    def _kernels_for(self, head_size: int) -> PallasKernels | None:
         return self.kernels and self.kernels.for_heads(head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any, **options: Any) -> Any:
