@@ -117,9 +117,7 @@ class Assistant(HeadModule):
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> tuple[Array, Array]:
         layer = self.config.layer
         shapes = [layer.of_layer(i) for i in range(layer.num_layers)]
-        caches = tuple(
-            KVCache.zeros(1, of.num_kv_heads, 1, of.head_size, jnp.float32) for of in shapes
-        )
+        caches = tuple(KVCache.zeros(shape, batch=1, slots=1) for shape in shapes)
         return self(*hidden, *hidden, start_B + 2, caches)
 
 

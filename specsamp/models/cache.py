@@ -9,12 +9,14 @@ overwritten later.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import quantise
 from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
@@ -50,18 +52,13 @@ class LayerCache:
 
     @classmethod
     def zeros(
-        cls,
-        batch: int,
-        kv_heads: int,
-        slots: int,
-        head_size: int,
-        dtype: Any,
-        kernels: PallasKernels | None = None,
+        cls, layer: TransformerConfig, batch: int, slots: int, kernels: PallasKernels | None = None
     ) -> Self:
-        """Returns an empty cache. Every array has its own buffer, since donating a buffer twice is
-        an error.
+        """Returns the empty cache of a layer of this shape. Every array has its own buffer, since
+        donating a buffer twice is an error.
         """
-        tokens = jax.ShapeDtypeStruct((batch, kv_heads, slots, head_size), dtype)
+        shape = batch, layer.num_kv_heads, slots, layer.head_size
+        tokens = jax.ShapeDtypeStruct(shape, layer.compute_dtype)
         arrays = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cls.of, tokens, tokens)
         )
@@ -112,34 +109,33 @@ class LayerCache:
         """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see
         `specsamp.models.slots.move_slots`.
         """
-        moved = {
-            name: read_moved(getattr(self, name), start_B, rows_BT, num_rows, axes.index("S"))
-            for name, axes in self._axes().items()
-        }
-        return self._write(dataclasses.replace(self, **moved), start_B)
+        moved = self._map(lambda x, axis: read_moved(x, start_B, rows_BT, num_rows, axis))
+        return self._write(moved, start_B)
 
     def cut(self, num_kept: int, first_B: Array, count: int, room: int) -> Self:
         """Returns a smaller cache, see `specsamp.models.slots.cut_slots`; with kernels, of whole
         blocks of slots.
         """
         room += 0 if self.kernels is None else -(num_kept + count + room) % KERNEL_SLOTS
+        return self._map(lambda x, axis: cut_slots(x, num_kept, first_B, count, room, axis))
+
+    def _map(self, function: Callable[..., Array], *others: LayerCache) -> Self:
+        """Computes a function of each array, of those of other caches with its name, and of its
+        axis of slots.
+        """
         arrays = {
-            name: cut_slots(getattr(self, name), num_kept, first_B, count, room, axes.index("S"))
+            name: function(*(getattr(cache, name) for cache in (self, *others)), axes.index("S"))
             for name, axes in self._axes().items()
         }
         return dataclasses.replace(self, **arrays)
 
     def _write(self, new: LayerCache, start_B: Array) -> Self:
         """Writes the slots of a smaller cache in slots ``start_B ..``."""
+        if self.kernels is None or not self.kernels.take(self.num_slots, new.num_slots):
+            return self._map(lambda old, new, axis: write_slots(old, new, start_B, axis), new)
         named = self._axes()
-        if self.kernels is not None and self.kernels.take(self.num_slots, new.num_slots):
-            old, added = (tuple(getattr(x, name) for name in named) for x in (self, new))
-            arrays = self.kernels.write(old, added, start_B)
-        else:
-            arrays = (
-                write_slots(getattr(self, name), getattr(new, name), start_B, axes.index("S"))
-                for name, axes in named.items()
-            )
+        old, added = (tuple(getattr(x, name) for name in named) for x in (self, new))
+        arrays = self.kernels.write(old, added, start_B)
         return dataclasses.replace(self, **dict(zip(named, arrays, strict=True)))
 
     def attend(
@@ -310,12 +306,22 @@ class PairedInt8KVCache(PairedKVCache):
     value_scales_BM1S: Array
 
 
+PAIRED_SIZE = 64  # of heads whose keys and values share rows
 CACHES = {  # by whether keys and values are pairs, and by `TransformerConfig.cache_dtype`
     (False, None): KVCache,
     (False, "int8"): Int8KVCache,
     (True, None): PairedKVCache,
     (True, "int8"): PairedInt8KVCache,
 }
+
+
+def kind_of_cache(
+    layer: TransformerConfig, kernels: PallasKernels | None
+) -> tuple[type[LayerCache], PallasKernels | None]:
+    """Returns the class of a layer's cache, and the kernels for its heads."""
+    kernels = kernels and kernels.for_heads(layer.head_size)
+    is_paired = kernels is not None and layer.head_size == PAIRED_SIZE
+    return CACHES[is_paired, layer.cache_dtype], kernels
 
 
 @jax.tree_util.register_dataclass
@@ -330,9 +336,7 @@ class TransformerCache:
         """Moves slots ``start_B + rows_BT`` of all arrays to ``start_B ..``, see `move_slots`."""
         tokens_BS = self.tokens_BS
         if tokens_BS is not None:
-            tokens_BS = move_slots(tokens_BS[:, None, :, None], start_B, rows_BT, num_rows)[
-                :, 0, :, 0
-            ]
+            tokens_BS = move_slots(tokens_BS, start_B, rows_BT, num_rows, axis=1)
         layers = tuple(layer.compact(start_B, rows_BT, num_rows) for layer in self.layers)
         return type(self)(layers=layers, tokens_BS=tokens_BS)
 
@@ -340,8 +344,6 @@ class TransformerCache:
         """Returns a smaller cache, see `specsamp.models.slots.cut_slots`."""
         tokens_BS = self.tokens_BS
         if tokens_BS is not None:
-            tokens_BS = cut_slots(tokens_BS[:, None, :, None], num_kept, first_B, count, room)[
-                :, 0, :, 0
-            ]
+            tokens_BS = cut_slots(tokens_BS, num_kept, first_B, count, room, axis=1)
         layers = tuple(layer.cut(num_kept, first_B, count, room) for layer in self.layers)
         return type(self)(layers=layers, tokens_BS=tokens_BS)

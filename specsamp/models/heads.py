@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import CACHES, KERNEL_SLOTS, KVCache, LayerCache
+from specsamp.models.cache import KERNEL_SLOTS, KVCache, LayerCache, kind_of_cache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
 from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
@@ -353,22 +353,13 @@ class Head:
 
     def _empty_layer(self, batch: int, slots: int) -> LayerCache:
         """Returns the empty cache of a layer; with kernels, of whole blocks of slots."""
-        layer, (kind, kernels) = self.config.layer, self._kind_of_cache
+        kind, kernels = kind_of_cache(self.config.layer, self.kernels)
         slots += 0 if kernels is None else -slots % KERNEL_SLOTS
-        shape = batch, layer.num_kv_heads, slots, layer.head_size
-        return kind.zeros(*shape, layer.compute_dtype, kernels)
+        return kind.zeros(self.config.layer, batch, slots, kernels)
 
     def _layer_axes(self) -> LayerCache:
-        kind, kernels = self._kind_of_cache
+        kind, kernels = kind_of_cache(self.config.layer, self.kernels)
         return kind.logical_axes(kernels)
-
-    @property
-    def _kind_of_cache(self) -> tuple[type[LayerCache], PallasKernels | None]:
-        """Returns the class of a layer's cache, and its kernels."""
-        size = self.config.layer.head_size
-        kernels = self.kernels and self.kernels.for_heads(size)
-        is_paired = kernels is not None and kernels.pairs_heads(size)
-        return CACHES[is_paired, self.config.layer.cache_dtype], kernels
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
         """Returns features ``[B, T, D]`` of the target's hidden states, one array for each of

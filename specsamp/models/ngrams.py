@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Block
-from specsamp.models.slots import write_slots
+from specsamp.models.slots import read_slots, write_slots
 from specsamp.models.visibility import ancestor_slots
 
 Array = jax.Array
@@ -38,29 +38,24 @@ def rows_of_call(
       For each order from 2 on ``[B, T]`` int32, and the memory.
     """
     before, (batch, length) = config.ngram_order - 1, tokens_BT.shape
-    orders = range(2, config.ngram_order + 1)
     if memory_BS is not None:
-        written_BMSH = write_slots(
-            memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B
-        )
-        memory_BS = written_BMSH[:, 0, :, 0]
+        memory_BS = write_slots(memory_BS, tokens_BT, start_B, axis=1)
     if block is None:
-        context_BX = _context(tokens_BT, start_B, memory_BS, before)
-        return [
-            rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders
-        ], memory_BS
-    if memory_BS is None:
+        context_RX, last = _context(tokens_BT, start_B, memory_BS, before), length
+    elif memory_BS is None:
         raise ValueError(
             "n-gram embeddings of a tree need a cache, which holds the tokens before the tree: "
             "give one"
         )
-    slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
-    tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
-    # Each token of a tree, with its context, is a sequence of its own.
-    context_RX = jnp.where(slots_BX < 0, -1, tokens_BX).reshape(batch * length, before + 1)
+    else:
+        slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
+        tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
+        # Each token of a tree, with its context, is a sequence of its own.
+        context_RX = jnp.where(slots_BX < 0, -1, tokens_BX).reshape(-1, before + 1)
+        last = 1
     rows = [
-        rows_of(context_RX, order, config.ngram_rows)[:, -1].reshape(batch, length)
-        for order in orders
+        rows_of(context_RX, order, config.ngram_rows)[:, -last:].reshape(batch, length)
+        for order in range(2, config.ngram_order + 1)
     ]
     return rows, memory_BS
 
@@ -91,14 +86,7 @@ def _context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: 
 
     Entries before the beginning of a sequence are -1.
     """
-    batch, length = tokens_BT.shape
     if memory_BS is None:
         return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1)
     padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
-
-    def read(row, start):
-        return jax.lax.dynamic_slice_in_dim(row, start, before + length)
-
-    if batch == 1:  # vmap would turn this into a gather
-        return read(padded_BS[0], start_B[0])[None]
-    return jax.vmap(read)(padded_BS, start_B)
+    return read_slots(padded_BS, start_B, before + tokens_BT.shape[1], axis=1)

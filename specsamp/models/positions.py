@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.models.compiling import MAX_UNROLLED_ROWS
+from specsamp.models.slots import read_slots
 from specsamp.models.visibility import Visibility
 
 Array = jax.Array
@@ -174,15 +174,7 @@ def align_distances(scores_BXTS: Array, visible: Visibility) -> Array:
     # Distance start + t - s lies in column S-1-start-t + s: one slice per sequence is enough for
     # all its queries.
     width = slots + num_queries - 1
-
-    def cut(row, start):
-        return jax.lax.dynamic_slice_in_dim(row, slots - num_queries - start, width, axis=-1)
-
-    # One gather for all would be a loop over rows and heads on a TPU.
-    if len(start_B) <= MAX_UNROLLED_ROWS:
-        rows = jnp.concatenate([cut(padded[b : b + 1], start_B[b]) for b in range(len(start_B))])
-    else:
-        rows = jax.vmap(cut)(padded, start_B)
+    rows = read_slots(padded, slots - num_queries - start_B, width, padded.ndim - 1)
     # Rows of one column more, laid end to end, shift row t by t. (A slice for each query costs a
     # TPU more.)
     flat = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])

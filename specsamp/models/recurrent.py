@@ -55,13 +55,20 @@ class RecurrentCache(LayerCache):
     position_B: Array  # int32, the number of tokens in the state
 
     @classmethod
-    def empty(cls, batch: int, shape: RecurrentConfig, dtype: jnp.dtype) -> Self:
-        """Returns the cache of empty sequences."""
+    def zeros(
+        cls,
+        layer: TransformerConfig,
+        batch: int,
+        slots: int = 0,
+        kernels: PallasKernels | None = None,
+    ) -> Self:
+        """Returns the cache of empty sequences, of the same size for any number of slots."""
+        shape = layer.recurrent
         sizes = shape.num_value_heads, shape.key_size, shape.value_size
         held = shape.num_key_heads, shape.taps - 1 + HELD, shape.input_size
         return cls(
             state_BNKV=jnp.zeros((batch, *sizes), jnp.float32),
-            inputs_BMWX=jnp.zeros((batch, *held), dtype),
+            inputs_BMWX=jnp.zeros((batch, *held), layer.compute_dtype),
             position_B=jnp.zeros((batch,), jnp.int32),
         )
 
@@ -133,7 +140,7 @@ class GatedDelta(nn.Module):
         (batch, length, width), heads = x_BTD.shape, shape.num_key_heads
         is_step = cache is not None and lengths_B is None
         if cache is None:
-            cache = RecurrentCache.empty(batch, shape, config.compute_dtype)
+            cache = RecurrentCache.zeros(config, batch)
         elif lengths_B is None and length > REWIND + 1:
             raise ValueError(
                 f"a recurrent model reads {length} tokens in a call: give lengths_B, since only "

@@ -1,5 +1,7 @@
 """Reads, writes and moves slots of a cache at a different offset in each row.
 
+A cache is any array with the batch on its first axis, and an axis of slots.
+
 JAX moves a slice that does not fit into an array, so that it would overwrite committed tokens. Here
 positions outside of the array are dropped; all writes to caches and to arrays with an entry for
 each slot are made here.
@@ -27,7 +29,7 @@ def write_slots(
     dropped.
 
     Args:
-      axis: of the slots, 2, or 3 for transposed keys.
+      axis: of the slots.
 
     Raises:
       ValueError: while tracing, if T exceeds the number of slots.
@@ -47,16 +49,13 @@ def write_slots(
 
     def write(cache: Array, new: Array, row: int, start: Array, all_fit: bool) -> Array:
         first = jnp.clip(start, 0, slots - width)
-        place = [jnp.full((), row, start.dtype)] + [jnp.zeros((), start.dtype)] * 3
-        place[axis] = first
+        place = _place(row, first, cache.ndim, axis)
         if not all_fit:
             old = jax.lax.dynamic_slice(cache, place, shape)
             # Where not all slots fit, the written block lies elsewhere and its tokens move within
             # it.
             token_T = jnp.arange(width) + first - start
-            is_new = ((token_T >= 0) & (token_T < length)).reshape(
-                [-1 if at == axis else 1 for at in range(4)]
-            )
+            is_new = _along(((token_T >= 0) & (token_T < length))[None], cache.ndim, axis)
             if length > 1:
                 new = jnp.roll(new, start - first, axis)
             new = jnp.where(is_new, new, old)
@@ -96,7 +95,7 @@ def move_slots(
       rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries after the kept
         slots are arbitrary.
       num_rows: slots of the block.
-      axis: of the slots, 2, or 3 for transposed keys.
+      axis: of the slots.
     """
     return write_slots(
         cache_BMSH, read_moved(cache_BMSH, start_B, rows_BT, num_rows, axis), start_B, axis
@@ -113,8 +112,7 @@ def read_moved(
     rows_BT = jnp.clip(rows_BT + (start_B - first_B)[:, None], 0, num_rows - 1)
 
     block_BMRH = read_slots(cache_BMSH, first_B, num_rows, axis)
-    index = rows_BT[:, None, :, None] if axis == SLOTS_AXIS else rows_BT[:, None, None, :]
-    return jnp.take_along_axis(block_BMRH, index, axis=axis)
+    return jnp.take_along_axis(block_BMRH, _along(rows_BT, cache_BMSH.ndim, axis), axis=axis)
 
 
 def read_slots(cache_BMSH: Array, first_B: Array, count: int, axis: int = SLOTS_AXIS) -> Array:
@@ -124,10 +122,9 @@ def read_slots(cache_BMSH: Array, first_B: Array, count: int, axis: int = SLOTS_
 
     def read(cache: Array, row: int, first: Array) -> Array:
         # In one slice: XLA would copy whole rows for a slice of a row.
-        place = [jnp.full((), row, first.dtype)] + [jnp.zeros((), first.dtype)] * (cache.ndim - 1)
         shape = [1, *cache.shape[1:]]
-        place[axis], shape[axis] = first, count
-        return jax.lax.dynamic_slice(cache, place, shape)
+        shape[axis] = count
+        return jax.lax.dynamic_slice(cache, _place(row, first, cache.ndim, axis), shape)
 
     if len(first_B) <= MAX_UNROLLED_ROWS:
         return jnp.concatenate([read(cache_BMSH, b, first_B[b]) for b in range(len(first_B))])
@@ -144,3 +141,15 @@ def cut_slots(
     window = read_slots(cache_BMSH, first_B, count, axis)
     empty = jnp.zeros((*window.shape[:axis], room, *window.shape[axis + 1 :]), window.dtype)
     return jnp.concatenate([kept, window, empty], axis)
+
+
+def _place(row: int, first: Array, ndim: int, axis: int) -> list[Array]:
+    """Returns the indices of slot ``first`` of a row."""
+    place = [jnp.full((), row, first.dtype)] + [jnp.zeros((), first.dtype)] * (ndim - 1)
+    place[axis] = first
+    return place
+
+
+def _along(x_BT: Array, ndim: int, axis: int) -> Array:
+    """Returns ``[B, T]`` with T at ``axis`` of a cache, whose other axes are 1."""
+    return jnp.expand_dims(x_BT, [at for at in range(1, ndim) if at != axis])

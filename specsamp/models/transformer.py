@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 
 from specsamp import validate
 from specsamp.models.cache import (
-    CACHES,
     LayerCache,
     TransformerCache,
     TransposedKVCache,
+    kind_of_cache,
 )
 from specsamp.models.compiling import FEW_ROWS, options_on
 from specsamp.models.config import TransformerConfig
@@ -259,24 +259,29 @@ class TransformerLM(LayeredModel):
         config = self.config
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
         layers = [
-            RecurrentCache.empty(batch, config.recurrent, config.compute_dtype)
-            if config.is_recurrent(i)
-            else self._zeros(config.of_layer(i), batch, slots)
-            for i in range(config.num_layers)
+            kind.zeros(config.of_layer(i), batch, slots, kernels)
+            for i, (kind, kernels) in enumerate(self._kinds_of_caches)
         ]
         return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
         tokens_BS = PartitionSpec("batch", "slots") if self.config.ngram_rows else None
-        sizes = [self.config.of_layer(i).head_size for i in range(self.config.num_layers)]
-        layers = [
-            RecurrentCache.logical_axes()
-            if self.config.is_recurrent(i)
-            else self._cache_class(size).logical_axes(self._kernels_for(size))
-            for i, size in enumerate(sizes)
-        ]
+        layers = [kind.logical_axes(kernels) for kind, kernels in self._kinds_of_caches]
         return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
+
+    @property
+    def _kinds_of_caches(self) -> list[tuple[type[LayerCache], PallasKernels | None]]:
+        """Returns the class of each layer's cache, and its kernels."""
+
+        def kind_of(i: int) -> tuple[type[LayerCache], PallasKernels | None]:
+            if self.config.is_recurrent(i):
+                return RecurrentCache, None
+            if self.weight_order == "cpu" and self.config.cache_dtype is None:
+                return TransposedKVCache, None
+            return kind_of_cache(self.config.of_layer(i), self.kernels)
+
+        return [kind_of(i) for i in range(self.num_layers)]
 
     def compact(
         self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int
@@ -346,22 +351,6 @@ class TransformerLM(LayeredModel):
             if self.weight_order == "cpu" and self.config.dtype == "float32"
             else ()
         )
-
-    def _zeros(self, layer: TransformerConfig, batch: int, slots: int) -> LayerCache:
-        """Returns the empty cache of a layer, from its shape."""
-        size = layer.head_size
-        shape = batch, layer.num_kv_heads, slots, size
-        return self._cache_class(size).zeros(*shape, layer.compute_dtype, self._kernels_for(size))
-
-    def _cache_class(self, head_size: int) -> type[LayerCache]:
-        if self.weight_order == "cpu" and self.config.cache_dtype is None:
-            return TransposedKVCache
-        kernels = self._kernels_for(head_size)
-        is_paired = kernels is not None and kernels.pairs_heads(head_size)
-        return CACHES[is_paired, self.config.cache_dtype]
-
-    def _kernels_for(self, head_size: int) -> PallasKernels | None:
-        return self.kernels and self.kernels.for_heads(head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any, **options: Any) -> Any:
         decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(

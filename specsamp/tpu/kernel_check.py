@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.trees import TreeShape
-from specsamp.models.cache import CACHES
+from specsamp.models.cache import CACHES, PAIRED_SIZE
 from specsamp.models.config import ExpertsConfig, RecurrentConfig, TransformerConfig, tiny
 from specsamp.models.experts import BIAS_AXES, STACKED_AXES, Experts, mix_experts, route
 from specsamp.models.heads import kernel_tables
 from specsamp.models.int8 import quantise
 from specsamp.models.kernels import append_rows, common, decode_attention, delta_step, expand_rows
 from specsamp.models.kernels import mix_experts as experts_kernel
-from specsamp.models.kernels.common import PAIRED_SIZE
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.models.modules import normalise
 from specsamp.models.positions import Rotary, apply_rope
@@ -225,7 +224,7 @@ def _delta(dtype: str, length: int) -> KernelCheck:
     def draw():
         drawn = functools.partial(_drawn, dtype=dtype)
         vectors = drawn(2, 4, 4 * SIZE, seed=1), drawn(2, 2, 2, seed=2) - 2, drawn(SIZE, seed=3)
-        empty = RecurrentCache.empty(3, recurrent, dtype)
+        empty = RecurrentCache.zeros(config, 3)
         cache = RecurrentCache(
             state_BNKV=_drawn(*empty.state_BNKV.shape, seed=4),
             inputs_BMWX=drawn(*empty.inputs_BMWX.shape, seed=5),

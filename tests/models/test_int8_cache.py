@@ -51,9 +51,8 @@ def written(rng, start=3, length=5):
         jnp.asarray(rng.normal(size=(BATCH, KV_HEADS, length, SIZE)), jnp.float32) for _ in range(2)
     )
     start_B = jnp.asarray([start, start + 1], jnp.int32)
-    caches = [
-        kind.zeros(BATCH, KV_HEADS, SLOTS, SIZE, jnp.float32) for kind in (Int8KVCache, KVCache)
-    ]
+    layer = tiny(num_kv_heads=KV_HEADS, head_size=SIZE)
+    caches = [kind.zeros(layer, BATCH, SLOTS) for kind in (Int8KVCache, KVCache)]
     ours = caches[0].append(k, v, start_B)
     plain = caches[1].append(*(dequantise(quantise(x, (3,))) for x in (k, v)), start_B)
     return ours, plain, start_B

@@ -74,7 +74,7 @@ def read_in_random_calls(form="plain", rows=ROWS, lengths=(2, 6, REWIND + 1)):
     call = jax.jit(functools.partial(MIX[form], CONFIG))
     text = rng.normal(size=(1, SHAPE.num_key_heads, LENGTH + REWIND + 1, PARTS))
     text_BMTX = np.repeat(text.astype(np.float32), rows, axis=0)
-    cache = RecurrentCache.empty(rows, SHAPE, jnp.float32)
+    cache = RecurrentCache.zeros(CONFIG, rows)
     at_B = np.zeros(rows, int)
     is_last = False
     while not is_last:

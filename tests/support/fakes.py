@@ -67,10 +67,10 @@ class TableLM(LanguageModel):
         return Output(logits_BTV=weights[tuple(context)], cache=cache)
 
     def compact(self, cache, start_B, rows_BT, num_rows):
-        return move_slots(cache[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]
+        return move_slots(cache, start_B, rows_BT, num_rows, axis=1)
 
     def cut_cache(self, cache, num_kept, first_B, count, room):
-        return cut_slots(cache[:, None, :, None], num_kept, first_B, count, room)[:, 0, :, 0]
+        return cut_slots(cache, num_kept, first_B, count, room, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from specsamp.jax_names import pl, pltpu
 LANES = 128  # entries of the last axis that a TPU keeps together
 SMALL = "small"  # the name in compiled programs of the kernels of `in_one_kernel`
 WARPS = "warps"  # and of the warps of a row
-PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 MAX_SMALL = 2**19  # entries of their first operand on chip, in whole registers
 ROWS = 32  # of a step, if the rows of a stream are more
 

@@ -16,14 +16,13 @@ from absl import logging
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import LayerCache
+from specsamp.models.cache import PAIRED_SIZE, LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import (
     LANES,
     MAX_SMALL,
-    PAIRED_SIZE,
     WARPS,
     in_one_kernel,
     stream_steps,
@@ -69,9 +68,6 @@ class PallasKernels:
             )
             return None
         return self
-
-    def pairs_heads(self, head_size: int) -> bool:
-        return head_size == PAIRED_SIZE
 
     def take(self, num_slots: int, length: int, group: int = 1) -> bool:
         """Returns whether kernels do a call of ``length`` tokens, with ``group`` queries for each
