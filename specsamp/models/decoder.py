@@ -23,6 +23,7 @@ from specsamp.models.interface import Block, DeviceLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
+from specsamp.models.visibility import positions_of
 
 if TYPE_CHECKING:
     from specsamp.models.kernels.dispatch import PallasKernels
@@ -175,7 +176,8 @@ class Decoder(nn.Module):
             if config.positions == "learned":
                 # The positions of scratch slots are beyond the table, and get its last row.
                 x_BTD = (
-                    x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
+                    x_BTD
+                    + self.position_embedding[positions_of(start_B, tokens_BT.shape[1], block)]
                 )
             x_BTD = x_BTD.astype(config.compute_dtype)
             if config.embedding_scale is not None:
@@ -211,7 +213,7 @@ class Decoder(nn.Module):
             raise ValueError("a model with recurrent layers takes no block: score chains")
         numbers = range(first, last)
         rotaries = [config.of_layer(i).rotary_of(config.window_of(i)) for i in numbers]
-        positions_BT = _positions(start_B, x_BTD.shape[1], block)
+        positions_BT = positions_of(start_B, x_BTD.shape[1], block)
         ropes = {rotary: rotary and rotary.angles(positions_BT) for rotary in rotaries}
         caches, hidden = [], {-1: x_BTD} if first == 0 else {}
         shape = x_BTD.shape
@@ -271,9 +273,3 @@ class Decoder(nn.Module):
     def project_to_vocabulary(self, x_BTD: Array) -> Array:
         """Returns the product of a normalised stream and the output matrix, float32."""
         return contract("BTD,VD->BTV", x_BTD, self.output_embedding, dtype=jnp.float32)
-
-
-def _positions(start_B: Array, length: int, block: Block | None) -> Array:
-    if block is not None:
-        return block.positions_BT
-    return start_B[:, None] + jnp.arange(length)[None, :]

@@ -28,7 +28,7 @@ from specsamp.models.heads import Head, HeadConfig, HeadModule
 from specsamp.models.interface import LayeredModel
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
-from specsamp.models.visibility import BlockVisibility
+from specsamp.models.visibility import BlockVisibility, positions_of
 
 if TYPE_CHECKING:
     from specsamp.models.kernels.dispatch import PallasKernels
@@ -120,8 +120,7 @@ class BlockModule(HeadModule):
         return self.hidden_norm(contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc))
 
     def read(self, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
-        positions_BT = start_B[:, None] + jnp.arange(features_BTD.shape[1])[None]
-        ropes = self._ropes(positions_BT)
+        ropes = self._ropes(positions_of(start_B, features_BTD.shape[1]))
         return tuple(
             layer.read(features_BTD, start_B, rope, cache)
             for layer, rope, cache in zip(self.layer, ropes, caches, strict=True)

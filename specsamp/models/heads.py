@@ -27,6 +27,7 @@ from specsamp.models.int8 import decode_weights, take_rows
 from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
+from specsamp.models.visibility import positions_of
 
 if TYPE_CHECKING:
     from specsamp.models.kernels.dispatch import PallasKernels
@@ -212,9 +213,7 @@ def finish_layer(
       x: the input of attention, ``[B, T, X]``.
       residual_BTD: the stream that attention is added to.
     """
-    positions_BT = (
-        start_B[:, None] + jnp.arange(x.shape[1])[None, :] if block is None else block.positions_BT
-    )
+    positions_BT = positions_of(start_B, x.shape[1], block)
     rope = module.config.layer.rotary_of(None).angles(positions_BT)
     with jax.named_scope("attention"):
         y_BTD, cache = module.attention(x, start_B, rope, cache, None, block)

@@ -41,23 +41,14 @@ class Visibility:
 
     def mask(self, num_slots: int) -> Array:
         """Returns the attention mask, bool ``[B, T, S]``."""
-        slots_S = jnp.arange(num_slots)
+        distances_BTS = self.distances(num_slots)
         if self.block is None:
-            queries_BT = self.start_B[:, None] + jnp.arange(self.num_queries)[None, :]
-            seen_BTS = slots_S[None, None, :] <= queries_BT[:, :, None]
-            if self.window is not None:
-                seen_BTS &= slots_S[None, None, :] > queries_BT[:, :, None] - self.window
-            return seen_BTS
-        shape = (len(self.start_B), self.num_queries, num_slots)
-        before_BTS = jnp.broadcast_to(
-            slots_S[None, None, :] < self.block.start_B[:, None, None], shape
-        )
-        seen_BTS = _place(before_BTS, self.block.visible_BTR, self.block.start_B)
-        return (
-            seen_BTS
-            if self.window is None
-            else seen_BTS & (self.distances(num_slots) < self.window)
-        )
+            seen_BTS = distances_BTS >= 0
+        else:
+            is_text_BS = jnp.arange(num_slots)[None] < self.block.start_B[:, None]
+            is_text_BTS = jnp.broadcast_to(is_text_BS[:, None], distances_BTS.shape)
+            seen_BTS = write_slots(is_text_BTS, self.block.visible_BTR, self.block.start_B)
+        return seen_BTS if self.window is None else seen_BTS & (distances_BTS < self.window)
 
     def distances(self, num_slots: int) -> Array:
         """Returns the distance of each slot in tokens, ``[B, T, S]`` int32; arbitrary for masked
@@ -65,13 +56,22 @@ class Visibility:
 
         Within a block it is the distance in the tree.
         """
+        slots_1S = jnp.arange(num_slots)[None]
+        if self.block is not None:
+            slots_1S = self.block.slot_positions(num_slots)
+        positions_BT = positions_of(self.start_B, self.num_queries, self.block)
+        distances_BTS = positions_BT[:, :, None] - slots_1S[:, None]
         if self.block is None:
-            queries_BT = self.start_B[:, None] + jnp.arange(self.num_queries)[None, :]
-            return queries_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
-        before_BTS = (
-            self.block.positions_BT[:, :, None] - self.block.slot_positions(num_slots)[:, None, :]
-        )
-        return _place(before_BTS, seen_after(self.block), self.block.start_B)
+            return distances_BTS
+        in_block_BTR = seen_after(self.block).astype(distances_BTS.dtype)
+        return write_slots(distances_BTS, in_block_BTR, self.block.start_B)
+
+
+def positions_of(start_B: Array, length: int, block: Block | None = None) -> Array:
+    """Returns the positions of the tokens of a call, int32 ``[B, T]``."""
+    if block is not None:
+        return block.positions_BT
+    return start_B[:, None] + jnp.arange(length)[None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,10 +150,3 @@ def ancestor_slots(block: Block, count: int) -> Array:
             before_BT = jnp.where(has_slot_BT, slot_BT, -1)
         slots.append(jnp.where(here_BTR.any(-1), inside_BT, before_BT))
     return jnp.stack(slots, axis=-1)
-
-
-def _place(whole_BTS: Array, part_BTR: Array, start_B: Array) -> Array:
-    """Writes R columns of each sequence from column ``start_B``."""
-    return write_slots(
-        whole_BTS[:, None], part_BTR[:, None].astype(whole_BTS.dtype), start_B, axis=3
-    )[:, 0]

@@ -28,7 +28,7 @@ from specsamp.models.kernels.common import (
     widen,
 )
 from specsamp.models.products import soft_cap
-from specsamp.models.visibility import BlockVisibility, Visibility, seen_after
+from specsamp.models.visibility import BlockVisibility, Visibility, positions_of, seen_after
 
 Array = jax.Array
 
@@ -62,31 +62,22 @@ class SeenSlots:
         """Returns the slots that `specsamp.models.visibility.Visibility.mask` marks."""
         if isinstance(visible, BlockVisibility):
             return cls._of_block(visible)
-        queries_BT = (
-            visible.start_B[:, None] + jnp.arange(visible.num_queries, dtype=jnp.int32)[None, :]
-        )
+        positions_BT = positions_of(visible.start_B, visible.num_queries, visible.block)
         block, window = visible.block, visible.window
-        last_B = visible.start_B + visible.num_queries - 1
-        if block is None:
-            first_BT = jnp.zeros_like(queries_BT) if window is None else queries_BT - (window - 1)
-            return cls(
-                bounds_BT2=jnp.stack([first_BT, queries_BT], axis=-1),
-                last_B=last_B,
-                start_B=visible.start_B,
-            )
-        seen_BTR, positions_BT = block.visible_BTR, block.positions_BT
-        first_BT = jnp.zeros_like(positions_BT)
-        if window is not None:
-            first_BT = positions_BT - (window - 1)
-            seen_BTR &= seen_after(block) < window
-        before_BT = jnp.broadcast_to(block.start_B[:, None] - 1, first_BT.shape)
+        first_BT = jnp.zeros_like(positions_BT) if window is None else positions_BT - (window - 1)
+        last_BT, start_B, tree_BTR = positions_BT, visible.start_B, None
+        if block is not None:
+            last_BT = jnp.broadcast_to(block.start_B[:, None] - 1, first_BT.shape)
+            start_B, seen_BTR = block.start_B, block.visible_BTR
+            if window is not None:
+                seen_BTR &= seen_after(block) < window
+            padding = (0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES)
+            tree_BTR = jnp.pad(seen_BTR.astype(jnp.float32), padding)
         return cls(
-            bounds_BT2=jnp.stack([first_BT, before_BT], axis=-1),
-            last_B=last_B,
-            start_B=block.start_B,
-            tree_BTR=jnp.pad(
-                seen_BTR.astype(jnp.float32), ((0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES))
-            ),
+            bounds_BT2=jnp.stack([first_BT, last_BT], axis=-1),
+            last_B=visible.start_B + visible.num_queries - 1,
+            start_B=start_B,
+            tree_BTR=tree_BTR,
         )
 
     @classmethod
