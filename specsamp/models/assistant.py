@@ -24,7 +24,7 @@ from specsamp.models.attention import Attention, join_heads, project
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.decoder import Layer
 from specsamp.models.heads import Head, HeadConfig, HeadModule
-from specsamp.models.modules import Norm, normalise, weight
+from specsamp.models.modules import Norm, declare, normalise, weight
 from specsamp.models.positions import apply_rope
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
@@ -83,10 +83,11 @@ class Assistant(HeadModule):
         if count is not None:
             shape, axes = (count, layer.width), (None, "embed")
             self.centroids = weight(self, "centroids", shape, axes, fan_in=layer.width)
-            init = nn.with_logical_partitioning(
-                lambda *_: jnp.arange(size, dtype=jnp.int32) * count // size, (None,)
-            )
-            self.clusters = self.param(CLUSTERS, init)
+
+            def even(_, shape):
+                return jnp.arange(size, dtype=jnp.int32) * count // size
+
+            self.clusters = declare(self, CLUSTERS, (size,), (None,), even)
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.models.dflash import BlockConfig, Correction
 from specsamp.models.int8 import take_rows
-from specsamp.models.modules import weight, zero_bias
+from specsamp.models.modules import declare, weight, zero_bias
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -161,10 +161,8 @@ class GroupedConvolution(nn.Module):
         def first_tap(_, shape):
             return jnp.zeros(shape).at[:, 0].set(1)
 
-        init = nn.with_logical_partitioning(first_tap, (None, None, "embed"))
-        base_2CD = self.param("base", init, (2, taps, width))
-        init = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))
-        made = self.param("coefficients", init, (width, 2 * taps * groups))
+        base_2CD = declare(self, "base", (2, taps, width), (None, None, "embed"), first_tap)
+        made = declare(self, "coefficients", (width, 2 * taps * groups), ("embed", None))
         made_BTX = contract("BTD,DX->BTX", x_BTD, made).reshape(*x_BTD.shape[:2], 2, taps, groups)
 
         def convolve(x_BTD: Array, side: int) -> Array:

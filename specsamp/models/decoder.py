@@ -20,7 +20,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, DeviceLayout
-from specsamp.models.modules import FeedForward, Norm, weight
+from specsamp.models.modules import FeedForward, Norm, declare, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
 from specsamp.models.visibility import positions_of
@@ -95,8 +95,8 @@ class Layer(nn.Module):
                 made_BTD = FeedForward(config, name="mlp")(y_BTD)
             x_BTD = attended_BTD + finish("mlp", made_BTD)
         if config.layer_scale:
-            init = nn.with_logical_partitioning(nn.initializers.ones, (None,))
-            x_BTD = x_BTD * self.param("scale", init, (1,)).astype(x_BTD.dtype)[None, None]
+            scale_1 = declare(self, "scale", (1,), (None,), nn.initializers.ones)
+            x_BTD = x_BTD * scale_1.astype(x_BTD.dtype)[None, None]
         return x_BTD, cache
 
 
@@ -121,9 +121,9 @@ class Decoder(nn.Module):
             fan_in=config.width,
         )
         # Zero at first: an n-gram that does not occur in training adds nothing.
-        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab", "embed"))
+        shape = config.ngram_rows, config.width
         self.ngram_tables = [
-            self.param(f"ngrams_{order}", zeros, (config.ngram_rows, config.width))
+            declare(self, f"ngrams_{order}", shape, ("vocab", "embed"))
             for order in range(2, config.num_ngram_tables + 2)
         ]
         if config.positions == "learned":
@@ -175,10 +175,8 @@ class Decoder(nn.Module):
                     cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
             if config.positions == "learned":
                 # The positions of scratch slots are beyond the table, and get its last row.
-                x_BTD = (
-                    x_BTD
-                    + self.position_embedding[positions_of(start_B, tokens_BT.shape[1], block)]
-                )
+                positions_BT = positions_of(start_B, tokens_BT.shape[1], block)
+                x_BTD = x_BTD + self.position_embedding[positions_BT]
             x_BTD = x_BTD.astype(config.compute_dtype)
             if config.embedding_scale is not None:
                 x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)

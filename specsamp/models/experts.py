@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import DeviceLayout
-from specsamp.models.modules import SharedExpert, weight
+from specsamp.models.modules import SharedExpert, declare, weight
 from specsamp.models.products import contract, contract_slice
 
 if TYPE_CHECKING:
@@ -70,29 +70,25 @@ class Experts(nn.Module):
         stacked = {name: self.declare(name, fan_in[name]) for name in STACKED_AXES}
         x_RD = x_BTD.reshape(-1, width)
         logits_RE = contract("RD,DE->RE", x_RD, router_DE, dtype=jnp.float32)
-        if not experts.bias:
-            y_RD = self._mix(x_RD, logits_RE, stacked)
-            return y_RD.astype(x_BTD.dtype).reshape(x_BTD.shape)
-        logits_RE = logits_RE + self.declare_bias("router_bias", (total,), (None,))[None]
-        for name, axes in BIAS_AXES.items():
-            stacked[name] = self.declare_bias(name, (total, experts.width), axes)
-        # Once, and not on every device with a part of the width.
-        bias_ED = self.declare_bias("down_bias", (total, width), (None, "embed"))
-        shares_RE = route(logits_RE, experts)
+        bias_ED = None
+        if experts.bias:
+            logits_RE = logits_RE + self._bias("router_bias", (total,), (None,))[None]
+            for name, axes in BIAS_AXES.items():
+                stacked[name] = self._bias(name, (total, experts.width), axes)
+            bias_ED = self._bias("down_bias", (total, width), (None, "embed"))
         y_RD = self._mix(x_RD, logits_RE, stacked)
-        y_RD = y_RD + contract("RE,ED->RD", shares_RE, bias_ED)
+        if bias_ED is not None:  # once, and not on every device with a part of the width
+            y_RD = y_RD + contract("RE,ED->RD", route(logits_RE, experts), bias_ED)
         return y_RD.astype(x_BTD.dtype).reshape(x_BTD.shape)
+
+    def _bias(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+        return declare(self, name, shape, axes).astype(jnp.float32)
 
     def declare(self, name: str, fan_in: int) -> Array | Int8Weight:
         """Declares the matrices of all experts; returns their values."""
         experts = self.config.experts
         shape = (experts.num_experts, experts.width, self.config.width)
         return weight(self, name, shape, STACKED_AXES[name], fan_in=fan_in)
-
-    def declare_bias(self, name: str, shape: tuple[int, ...], axes: tuple) -> Array:
-        """Declares biases, initially zero; returns their values in float32."""
-        init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
-        return self.param(name, init, shape).astype(jnp.float32)
 
     def _mix(self, x_RD: Array, logits_RE: Array, stacked: dict[str, Any]) -> Array:
         """Returns the sum of the results of the experts on all devices, float32."""

@@ -14,7 +14,7 @@ import jax
 
 from specsamp import validate
 from specsamp.models.heads import HeadConfig, HeadModule
-from specsamp.models.modules import weight
+from specsamp.models.modules import declare, weight
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -29,8 +29,7 @@ class MedusaHead(nn.Module):
         config, width = self.config, self.config.layer.width
 
         def zeros(name, *axes):
-            init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
-            return self.param(name, init, (width,) * len(axes))
+            return declare(self, name, (width,) * len(axes), axes)
 
         self.linear = zeros("linear", "features", "embed")
         self.bias = zeros("bias", "embed") if config.bias else None

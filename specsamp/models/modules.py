@@ -5,6 +5,7 @@ layer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import flax.linen as nn
@@ -27,16 +28,25 @@ def weight(
     """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its
     value.
     """
-    init = nn.with_logical_partitioning(nn.initializers.normal(fan_in**-0.5), axes)
-    return module.param(name, init, shape)
+    return declare(module, name, shape, axes, nn.initializers.normal(fan_in**-0.5))
+
+
+def declare(
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: Callable[..., Array] = nn.initializers.zeros,
+) -> Array | Int8Weight:
+    """Declares a parameter with the logical names of its axes; returns its value."""
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
 def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> Array:
     """Declares a bias for the last axis of ``y``, initially zero; returns it in the dtype and rank
     of ``y``.
     """
-    init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
-    return _with_rank(module.param(name, init, y.shape[-1:]).astype(y.dtype), y.ndim)
+    return _with_rank(declare(module, name, y.shape[-1:], axes).astype(y.dtype), y.ndim)
 
 
 def _with_rank(x: Array, ndim: int) -> Array:
@@ -80,8 +90,7 @@ class Norm(nn.Module):
         if self.config.norm == "layer":
             inits["bias"] = nn.initializers.zeros
         return tuple(
-            self.param(name, nn.with_logical_partitioning(init, (self.axis,)), (size,))
-            for name, init in inits.items()
+            declare(self, name, (size,), (self.axis,), init) for name, init in inits.items()
         )
 
 

@@ -25,7 +25,7 @@ from specsamp.models.cache import LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
 from specsamp.models.int8 import is_int8
-from specsamp.models.modules import weight
+from specsamp.models.modules import declare, weight
 from specsamp.models.products import contract
 from specsamp.models.slots import read_slots, write_slots
 
@@ -148,8 +148,8 @@ class GatedDelta(nn.Module):
             )
         is_joined = self.has_variable("params", JOINED)
         params = self.variables["params"] if is_joined else join_parts(self.declare())
-        ones = nn.with_logical_partitioning(nn.initializers.ones, ("head",))
-        scale_V = self.param("norm_scale", ones, (shape.value_size,))
+        ones = nn.initializers.ones
+        scale_V = declare(self, "norm_scale", (shape.value_size,), ("head",), ones)
         vectors = params["taps"], params["rates"], scale_V
         x_BMTX = self.project_heads(x_BTD, params)
         if is_step and self.kernels is not None and self.kernels.take_delta(shape):
@@ -170,7 +170,7 @@ class GatedDelta(nn.Module):
     def declare(self) -> dict[str, Array]:
         """Declares the parameters of `join_parts`; returns their values."""
         shape, width = self.config.recurrent, self.config.width
-        axes, zeros = ("kv_heads", "embed", "head"), nn.initializers.zeros
+        axes = "kv_heads", "embed", "head"
         params = {
             name: weight(self, name, (heads, width, size), axes, fan_in=width)
             for name, (heads, size) in shape.projections.items()
@@ -179,8 +179,7 @@ class GatedDelta(nn.Module):
             sizes, axes = (*shape.projections[name], shape.taps), ("kv_heads", "head", None)
             params[f"{name}_taps"] = weight(self, f"{name}_taps", sizes, axes, fan_in=shape.taps)
         for name in ("log_rate", "decay_bias"):
-            init = nn.with_logical_partitioning(zeros, ("kv_heads", "head"))
-            params[name] = self.param(name, init, shape.projections["decay"])
+            params[name] = declare(self, name, shape.projections["decay"], ("kv_heads", "head"))
         return params
 
     def project_heads(self, x_BTD: Array, params: Mapping[str, Any]) -> Array:
