@@ -70,10 +70,8 @@ class Assistant(HeadModule):
     def setup(self):
         self.declare_ends()
         layer, width = self.config.layer, self.config.target_width
-        wide = 2 * width
-        self.fc = weight(self, "fc", (wide, layer.width), ("features", "embed"), fan_in=wide)
-        shape = (layer.width, width)
-        self.linear = weight(self, "linear", shape, ("embed", "embed"), fan_in=layer.width)
+        self.declare_fc(2 * width)
+        self.linear = weight(self, "linear", (layer.width, width), ("embed", "embed"))
         self.layer = [
             Layer(layer.of_layer(i), layer.window_of(i), SharedAttention)
             for i in range(layer.num_layers)
@@ -97,8 +95,7 @@ class Assistant(HeadModule):
         caches: tuple[LayerCache, ...],
     ) -> tuple[Array, Array]:
         layer = self.config.layer
-        x_BTX = self.layout.split_features(jnp.concatenate([embedded_BTW, features_BTW], axis=-1))
-        x_BTD = contract("BTX,XD->BTD", x_BTX, self.fc)
+        x_BTD = self.join([embedded_BTW, features_BTW])
         position_BT = lengths_B[:, None] - 1
         for i, (run, cache) in enumerate(zip(self.layer, caches, strict=True)):
             rope = layer.of_layer(i).rotary_of(layer.window_of(i)).angles(position_BT)

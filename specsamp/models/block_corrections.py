@@ -45,13 +45,11 @@ class Markov(Correction):
         read, made = {"vanilla": (0, 0), "gated": (1, 1), "recurrent": (2, 3)}[config.markov]
         if made:
             read = width + read * rank
-            self.gate = weight(
-                self, "gate", (read, made * rank), ("features", "embed"), fan_in=read
-            )
+            self.gate = weight(self, "gate", (read, made * rank), ("features", "embed"))
             self.gate_bias = zero_bias(self, "gate_bias", ("embed",), jnp.zeros((1, made * rank)))
         if config.confidence is not None:
             read = width + (rank if config.confidence == "markov" else 0)
-            self.trust = weight(self, "trust", (read, 1), ("features", "embed"), fan_in=read)
+            self.trust = weight(self, "trust", (read, 1), ("features", "embed"))
             self.trust_bias = zero_bias(self, "trust_bias", ("embed",), jnp.zeros((1, 1)))
 
     def begin(self, batch: int) -> Any:
@@ -127,7 +125,7 @@ class Selector(Correction):
         vocab, width = config.layer.vocab_size, config.layer.width
         self.embedding = weight(self, "embedding", (vocab, rank), ("vocab", "embed"), fan_in=2_500)
         self.output = weight(self, "output", (vocab, rank), ("vocab", "embed"), fan_in=2_500)
-        self.linear = weight(self, "linear", (width, rank), ("features", "embed"), fan_in=width)
+        self.linear = weight(self, "linear", (width, rank), ("features", "embed"))
 
     def __call__(
         self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any

@@ -26,8 +26,8 @@ from specsamp.models.attention import Attention
 from specsamp.models.cache import LayerCache
 from specsamp.models.heads import Head, HeadConfig, HeadModule
 from specsamp.models.interface import LayeredModel
-from specsamp.models.modules import FeedForward, Norm, weight
-from specsamp.models.products import contract, soft_cap
+from specsamp.models.modules import FeedForward, Norm
+from specsamp.models.products import soft_cap
 from specsamp.models.visibility import BlockVisibility, positions_of
 
 if TYPE_CHECKING:
@@ -109,15 +109,13 @@ class BlockModule(HeadModule):
     def setup(self):
         self.declare_ends()
         config, layer = self.config, self.config.layer
-        read = len(config.hidden_layers) * config.target_width
-        self.fc = weight(self, "fc", (read, layer.width), ("features", "embed"), fan_in=read)
+        self.declare_fc(len(config.hidden_layers) * config.target_width)
         self.hidden_norm, self.final_norm = (Norm(layer, kernels=self.kernels) for _ in range(2))
         self.layer = [BlockLayer(config, self.kernels) for _ in range(layer.num_layers)]
         self.correction = config.correction()
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        x_BTX = jnp.concatenate(hidden, axis=-1)
-        return self.hidden_norm(contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc))
+        return self.hidden_norm(self.join(hidden))
 
     def read(self, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
         ropes = self._ropes(positions_of(start_B, features_BTD.shape[1]))

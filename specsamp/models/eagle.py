@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.heads import HeadConfig, HeadModule, finish_layer
-from specsamp.models.modules import FeedForward, Norm, weight, zero_bias
-from specsamp.models.products import contract
+from specsamp.models.modules import FeedForward, Norm, zero_bias
 
 Array = jax.Array
 
@@ -31,7 +30,7 @@ class Eagle1(HeadModule):
     def setup(self):
         self.declare_ends()
         config, width = self.config, self.config.layer.width
-        self.fc = weight(self, "fc", (2 * width, width), ("features", "embed"), fan_in=2 * width)
+        self.declare_fc(2 * width)
         if config.fc_bias:
             self.fc_bias = zero_bias(self, "fc_bias", ("embed",), jnp.zeros((1, 1, width)))
         self.attention = Attention(config.layer, kernels=self.kernels)
@@ -41,8 +40,7 @@ class Eagle1(HeadModule):
     def __call__(
         self, embedded_BTD, features_BTD, start_B, cache, block=None
     ) -> tuple[Array, KVCache]:
-        x_BTX = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
-        x_BTD = contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc)
+        x_BTD = self.join([embedded_BTD, features_BTD])
         if self.config.fc_bias:
             x_BTD = x_BTD + self.fc_bias.astype(x_BTD.dtype)
         return finish_layer(self, x_BTD, x_BTD, start_B, cache, block)
@@ -69,8 +67,7 @@ class Eagle3(HeadModule):
     def setup(self):
         self.declare_ends()
         config, layer = self.config, self.config.layer
-        read = len(config.hidden_layers) * config.target_width
-        self.fc = weight(self, "fc", (read, layer.width), ("features", "embed"), fan_in=read)
+        self.declare_fc(len(config.hidden_layers) * config.target_width)
         if config.norm_before_fc:
             self.input_norm = Norm(layer, kernels=self.kernels)
         if config.fc_norm:
@@ -83,9 +80,9 @@ class Eagle3(HeadModule):
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         if self.config.fc_norm:
             hidden = tuple(norm(x_BTD) for norm, x_BTD in zip(self.fc_norm, hidden, strict=True))
-        x_BTX = jnp.concatenate(hidden, axis=-1)
-        x_BTX = self.input_norm(x_BTX) if self.config.norm_before_fc else x_BTX
-        return contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc)
+        if self.config.norm_before_fc:
+            hidden = (self.input_norm(jnp.concatenate(hidden, axis=-1)),)
+        return self.join(hidden)
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)

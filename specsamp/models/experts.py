@@ -65,7 +65,7 @@ class Experts(nn.Module):
     def __call__(self, x_BTD: Array) -> Array:
         config, experts = self.config, self.config.experts
         width, total = config.width, experts.num_experts
-        router_DE = weight(self, "router", (width, total), ("embed", None), fan_in=width)
+        router_DE = weight(self, "router", (width, total), ("embed", None))
         fan_in = {"gate": width, "up": width, "down": 2 * config.num_layers * experts.width}
         stacked = {name: self.declare(name, fan_in[name]) for name in STACKED_AXES}
         x_RD = x_BTD.reshape(-1, width)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
@@ -167,6 +167,15 @@ class HeadModule(nn.Module):
             self.output = weight(
                 self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width
             )
+
+    def declare_fc(self, read: int) -> None:
+        """Declares the matrix of `join`, for inputs of ``read`` entries."""
+        self.fc = weight(self, "fc", (read, self.config.layer.width), ("features", "embed"))
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """Concatenates streams ``[B, T, ...]``, and projects them to the head's width."""
+        x_BTX = self.layout.split_features(jnp.concatenate(parts, axis=-1))
+        return contract("BTX,XD->BTD", x_BTX, self.fc)
 
     def embed(self, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens, ``[B, T, D]``."""

@@ -23,12 +23,18 @@ Array = jax.Array
 
 
 def weight(
-    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    fan_in: int | None = None,
 ) -> Array | Int8Weight:
     """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its
-    value.
+    value. None: the size of the first axis.
     """
-    return declare(module, name, shape, axes, nn.initializers.normal(fan_in**-0.5))
+    init = nn.initializers.normal((fan_in or shape[0]) ** -0.5)
+    return declare(module, name, shape, axes, init)
 
 
 def declare(
@@ -132,7 +138,7 @@ class FeedForward(nn.Module):
             return y + zero_bias(self, name, (axis,), y) if config.feedforward_bias else y
 
         def project(name):
-            weight_DF = weight(self, name, (width, inner), ("embed", "mlp"), fan_in=width)
+            weight_DF = weight(self, name, (width, inner), ("embed", "mlp"))
             return biased(
                 f"{name}_bias", "mlp", contract("BTD,DF->BTF", x_BTD, weight_DF, dtype=jnp.float32)
             )
@@ -155,7 +161,7 @@ class SharedExpert(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         width = self.config.width
-        gate_D = weight(self, "share", (width,), ("embed",), fan_in=width)
+        gate_D = weight(self, "share", (width,), ("embed",))
         share_BT = contract("BTD,D->BT", x_BTD, gate_D)
         made_BTD = FeedForward(self.config, self.config.experts.shared_width, name="mlp")(x_BTD)
         return jax.nn.sigmoid(share_BT)[..., None] * made_BTD

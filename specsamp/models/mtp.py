@@ -10,41 +10,29 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.experts import SparseFeedForward
 from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
-from specsamp.models.interface import DeviceLayout
-from specsamp.models.modules import FeedForward, Norm, weight
-from specsamp.models.products import contract
+from specsamp.models.modules import FeedForward, Norm
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
+    pass
 
 Array = jax.Array
 
 
-class Module(nn.Module):
+class Module(HeadModule):
     """Projects the normalised token and hidden state, and runs a layer."""
 
     config: MTPConfig
-    layout: DeviceLayout
-    kernels: PallasKernels | None = None
 
     def setup(self):
         layer = self.config.layer
-        self.fc = weight(
-            self,
-            "fc",
-            (2 * layer.width, layer.width),
-            ("features", "embed"),
-            fan_in=2 * layer.width,
-        )
+        self.declare_fc(2 * layer.width)
         norms = [Norm(layer, kernels=self.kernels) for _ in range(5)]
         self.token_norm, self.hidden_norm, self.attention_norm, self.mlp_norm, self.final_norm = (
             norms
@@ -57,12 +45,11 @@ class Module(nn.Module):
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache, block) -> tuple[Array, KVCache]:
         parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
-        x_BTX = jnp.concatenate(parts[::-1] if self.config.hidden_first else parts, axis=-1)
-        x_BTD = contract("BTX,XD->BTD", self.layout.split_features(x_BTX), self.fc)
+        x_BTD = self.join(parts[::-1] if self.config.hidden_first else parts)
         y_BTD, cache = finish_layer(self, self.attention_norm(x_BTD), x_BTD, start_B, cache, block)
         return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
 
@@ -83,11 +70,13 @@ class MTP(HeadModule):
         return self.module[number](embedded_BTD, features_BTD, start_B, cache, block)
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        return self.module[0 if self.config.num_modules == 1 else offset].normed(features_BTD)
+        return self.module[0 if self.config.num_modules == 1 else offset].normed(
+            features_BTD, offset
+        )
 
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> list[Array]:
         return [
-            module.normed(module(*hidden, *hidden, start_B, None, None)[0])
+            module.normed(module(*hidden, *hidden, start_B, None, None)[0], 0)
             for module in self.module
         ]
 

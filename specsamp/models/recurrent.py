@@ -12,7 +12,7 @@ The inputs are those of the short convolution that comes before the rule. It is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
@@ -231,44 +231,13 @@ def mix(
       vectors: taps, and rates and biases of decays, of `join_parts`; and the scale of the norm
         ``[V]``.
     """
-    shape = config.recurrent
+    shape, length = config.recurrent, x_BMTX.shape[2]
     *rule_weights, scale_V = vectors
     ends = [2 * shape.key_size + shape.projections["value"][1]]
     ends.append(ends[0] + shape.projections["gate"][1])
     mixed_BMTX, z_BMTX, gates_BMTX = jnp.split(x_BMTX, ends, axis=-1)
-    inputs_BMTX = jnp.concatenate([mixed_BMTX, gates_BMTX], axis=-1)
-    out_BNTV, cache = mix_inputs(config, rule_weights, inputs_BMTX, start_B, cache, lengths_B)
-    out_BNTV = out_BNTV.astype(x_BMTX.dtype)
-    scale_111V = scale_V[None, None, None]
-    out_BNTV = normalise(config, out_BNTV, _per_value_head(z_BMTX, shape), scale_111V)
-    return out_BNTV.swapaxes(1, 2).reshape(len(x_BMTX), x_BMTX.shape[2], -1), cache
-
-
-def normalise(config: TransformerConfig, x: Array, gates: Array, scale: Array) -> Array:
-    """Computes the RMS norm of each head, without an offset, times the gate."""
-    x32 = x.astype(jnp.float32)
-    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    normed = (x32 * jax.lax.rsqrt(mean + config.norm_epsilon)).astype(x.dtype)
-    normed = (normed * scale.astype(x.dtype)).astype(jnp.float32)
-    return (normed * jax.nn.silu(gates.astype(jnp.float32))).astype(x.dtype)
-
-
-def mix_inputs(
-    config: TransformerConfig,
-    rule_weights: Sequence[Array],
-    inputs_BMTX: Array,
-    start_B: Array,
-    cache: RecurrentCache,
-    lengths_B: Array | None,
-) -> tuple[Array, RecurrentCache]:
-    """Returns the outputs of the rule, ``[B, N, T, V]`` float32, and the cache with the inputs.
-
-    Args:
-      inputs_BMTX: of the convolution, and behind them the gates of the value heads.
-    """
-    length = inputs_BMTX.shape[2]
     held = cache.inputs_BMWX.shape[2]
-    cache = cache.append(inputs_BMTX, start_B)
+    cache = cache.append(jnp.concatenate([mixed_BMTX, gates_BMTX], axis=-1), start_B)
     offset_B = start_B - cache.position_B
     certain_B = start_B
     is_lost_B = (offset_B < 0) | (offset_B > HELD)
@@ -282,7 +251,19 @@ def mix_inputs(
     cache = cache.advance(state_BNKV, num_chunks_B, held)
     out_BNTV = read_slots(out_BNLV, jnp.clip(offset_B, 0, HELD), length)
     # Tokens were removed that the state contains: no text may follow from it.
-    return jnp.where(is_lost_B[:, None, None, None], jnp.nan, out_BNTV), cache
+    out_BNTV = jnp.where(is_lost_B[:, None, None, None], jnp.nan, out_BNTV).astype(x_BMTX.dtype)
+    gates_BNTV = _per_value_head(z_BMTX, shape)
+    out_BNTV = normalise(config, out_BNTV, gates_BNTV, scale_V[None, None, None])
+    return out_BNTV.swapaxes(1, 2).reshape(len(x_BMTX), length, -1), cache
+
+
+def normalise(config: TransformerConfig, x: Array, gates: Array, scale: Array) -> Array:
+    """Computes the RMS norm of each head, without an offset, times the gate."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    normed = (x32 * jax.lax.rsqrt(mean + config.norm_epsilon)).astype(x.dtype)
+    normed = (normed * scale.astype(x.dtype)).astype(jnp.float32)
+    return (normed * jax.nn.silu(gates.astype(jnp.float32))).astype(x.dtype)
 
 
 def _rule_inputs(

@@ -109,7 +109,7 @@ def test_kernel_equals_plain_rule_after_random_rejections():
 
 def test_long_prompt_is_scanned_by_chunks():
     inputs = jnp.zeros((1, SHAPE.num_key_heads, 2048, PARTS))
-    cache = RecurrentCache.empty(1, SHAPE, jnp.float32)
+    cache = RecurrentCache.zeros(CONFIG, 1)
     at_B = jnp.zeros(1, jnp.int32)
     read = functools.partial(mix, CONFIG)
     program = str(jax.make_jaxpr(read)(inputs, at_B, vectors(), cache, jnp.array([2048])))

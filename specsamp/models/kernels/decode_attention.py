@@ -172,7 +172,7 @@ def decode_attention(
         operands[name] = keep(scales), part(of_heads, 1, block, heads_axis=True, slots_axis=3)
     if sinks_1N is not None:
         sinks_1MR1 = jnp.repeat(sinks_1N, length, axis=1).reshape(1, kv_heads, rows, 1)
-        operands["sinks"] = sinks_1MR1, _part_of_sinks(parts, of_heads, rows)
+        operands["sinks"] = sinks_1MR1, part(of_heads, rows, 1, rows_axis=False, heads_axis=True)
     options = dict(scale=scale, cap=cap, length=length, num_slots=num_slots)
     out_BMRH = pl.pallas_call(
         functools.partial(_kernel, parts=parts, names=tuple(operands), **options),
@@ -205,15 +205,19 @@ def decode_attention(
 
 
 def _part_of_step(
-    parts: int, *sizes: int, heads_axis: bool = False, slots_axis: int | None = None
+    parts: int,
+    *sizes: int,
+    rows_axis: bool = True,
+    heads_axis: bool = False,
+    slots_axis: int | None = None,
 ) -> pl.BlockSpec:
-    """Returns the part of an operand that a step fetches: of its sequence, and of its heads and
-    slots where it has them.
+    """Returns the part of an operand that a step fetches: of its sequence, heads and slots where it
+    has them.
     """
 
     def index(outer, step, row_X, block_X, *_):
         group, at = _place(outer, step, row_X, parts)
-        place = [row_X[at]] + [0] * len(sizes)
+        place = [row_X[at] if rows_axis else 0] + [0] * len(sizes)
         if heads_axis:
             place[1] = group
         if slots_axis is not None:
@@ -221,13 +225,6 @@ def _part_of_step(
         return tuple(place)
 
     return pl.BlockSpec((1, *sizes), index)
-
-
-def _part_of_sinks(parts: int, of_heads: int, rows: int) -> pl.BlockSpec:
-    def index(outer, step, row_X, *_):
-        return 0, _place(outer, step, row_X, parts)[0], 0, 0
-
-    return pl.BlockSpec((1, of_heads, rows, 1), index)
 
 
 def _place(outer: Array, step: Array, row_X: Array, parts: int) -> tuple[Array, Array]:

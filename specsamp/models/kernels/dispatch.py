@@ -224,9 +224,12 @@ class PallasKernels:
         step = self.layout.per_device(step, in_specs, (PartitionSpec(None, None, *heads), *of_all))
         *vectors, scale_V = vectors
         arrays = cache.state_BNKV, cache.inputs_BMWX, cache.position_B
-        mixed_BTX, *arrays = step(x_BMTX, start_B, (*vectors, scale_V[None]), arrays)
-        names = "state_BNKV", "inputs_BMWX", "position_B"
-        return mixed_BTX, dataclasses.replace(cache, **dict(zip(names, arrays, strict=True)))
+        mixed_BTX, state_BNKV, inputs_BMWX, position_B = step(
+            x_BMTX, start_B, (*vectors, scale_V[None]), arrays
+        )
+        return mixed_BTX, RecurrentCache(
+            state_BNKV=state_BNKV, inputs_BMWX=inputs_BMWX, position_B=position_B
+        )
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> PallasKernels | None:
