@@ -74,9 +74,9 @@ class LossyTokenRule(RejectionRule):
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
-        log_q, log_p = target_log_probs[:, :-1], draft.laws(target_log_probs)
-        accepted_BKV = self.given(draft, target_log_probs).accepts(log_q, log_p)
-        return jnp.where(draft.is_drafted_BK, at_tokens(accepted_BKV, draft.tokens_BK), 0)
+        rule, log_q, log_p = self._judged(draft, target_log_probs)
+        accepted_BK = at_tokens(rule.accepts(log_q, log_p), draft.tokens_BK)
+        return jnp.where(draft.is_drafted_BK, accepted_BK, 0)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are
@@ -85,9 +85,8 @@ class LossyTokenRule(RejectionRule):
         log_q_BV, K = take_row(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
         if K == 0:
             return jnp.exp(log_q_BV)
-        log_p = draft.laws(target_log_probs)
-        replaced_BKV = self.given(draft, target_log_probs).replaces(target_log_probs[:, :-1], log_p)
-        replaced_BV = take_row(replaced_BKV, jnp.minimum(num_accepted_B, K - 1))
+        rule, log_q, log_p = self._judged(draft, target_log_probs)
+        replaced_BV = take_row(rule.replaces(log_q, log_p), jnp.minimum(num_accepted_B, K - 1))
         rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
         return jnp.where(rejected_B1, replaced_BV, jnp.exp(log_q_BV))
 
@@ -95,8 +94,7 @@ class LossyTokenRule(RejectionRule):
         """Returns the total variation of `output` at each emitted token, and the acceptance beyond
         ``sum min(p, q)``.
         """
-        log_q, log_p = target_log_probs[:, :-1], draft.laws(target_log_probs)
-        rule = self.given(draft, target_log_probs)
+        rule, log_q, log_p = self._judged(draft, target_log_probs)
         exact_BK = jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
         extra_BK = (jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(-1) - exact_BK
         counts_BK = draft.is_drafted_BK & (
@@ -110,6 +108,11 @@ class LossyTokenRule(RejectionRule):
             return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(log_q.dtype)
 
         return Meter(variation=padded(rule.variation(log_q, log_p)), extra=padded(extra_BK))
+
+    def _judged(self, draft: Draft, target_log_probs: Array) -> tuple[LossyTokenRule, Array, Array]:
+        """Returns the `given` rule, and both distributions of all rows."""
+        rule = self.given(draft, target_log_probs)
+        return rule, target_log_probs[:, :-1], draft.laws(target_log_probs)
 
     def output(self, log_q: Array, log_p: Array) -> Array:
         """Returns the distribution of a token, given that all earlier tokens were accepted, ``[...,

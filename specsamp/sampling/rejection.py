@@ -217,11 +217,9 @@ def _residual(
     if K == 0:
         return target_BV
     rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
-    index_B = jnp.minimum(num_accepted_B, K - 1)
-    if draft.log_probs_BRV is None:
-        token_B1 = jnp.take_along_axis(draft.tokens_BK, index_B[:, None], axis=1)
-        draft_BV = (jnp.arange(target_BV.shape[-1])[None, :] == token_B1).astype(target_BV.dtype)
-    else:
-        draft_BV = jnp.exp(take_row(draft.log_probs_BRV, index_B))
+    draft_BV = draft.probs_at(num_accepted_B)
+    if draft_BV is None:
+        token_B = take_row(draft.tokens_BK, jnp.minimum(num_accepted_B, K - 1))
+        draft_BV = jax.nn.one_hot(token_B, target_BV.shape[-1], dtype=target_BV.dtype)
     scaled_BV = target_BV if scale_B is None else scale_B[:, None] * target_BV
     return jnp.where(rejected_B1, jnp.maximum(scaled_BV - draft_BV, 0), target_BV)

@@ -47,7 +47,7 @@ from specsamp.sampling.rules import (
     read_row,
     take_row,
 )
-from specsamp.sampling.warp import FOLDED, ROWS, fold, unfold
+from specsamp.sampling.warp import FOLDED, fold, token_ids, unfold
 
 Array = jax.Array
 
@@ -448,10 +448,7 @@ class _Traversal:
 
 def is_token(token_B: Array, like: Array) -> Array:
     """Returns which places hold these tokens, bool."""
-    columns = like.shape[-1]
-    return (jnp.arange(ROWS)[:, None] * columns + jnp.arange(columns)[None])[None] == token_B[
-        :, None, None
-    ]
+    return token_ids(like) == token_B[:, None, None]
 
 
 def take_token(folded: Array, token_B: Array, *at_B: Array) -> Array:

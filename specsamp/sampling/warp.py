@@ -416,7 +416,7 @@ class FirstTokens(FoldedWarp):
     value: Array  # [] or [B] int32
 
     def on_folded(self, folded: Array, all_greedy: bool | Array) -> Array:
-        return jnp.where(_token_ids(folded) < per_row(self.value, folded), folded, -jnp.inf)
+        return jnp.where(token_ids(folded) < per_row(self.value, folded), folded, -jnp.inf)
 
 
 @register_warp
@@ -463,7 +463,7 @@ def _only_argmax(folded: Array, wanted: bool | Array = True) -> Array:
     """Puts all mass on the most probable token; where ``wanted`` is false, on token 0, which saves
     the argmax.
     """
-    tokens = _token_ids(folded)
+    tokens = token_ids(folded)
 
     def argmax():
         is_most = folded == folded.max(FOLDED, keepdims=True)
@@ -473,7 +473,7 @@ def _only_argmax(folded: Array, wanted: bool | Array = True) -> Array:
     return jnp.where(tokens == best, jnp.zeros_like(folded), -jnp.inf)
 
 
-def _token_ids(folded: Array) -> Array:
+def token_ids(folded: Array) -> Array:
     """Returns the tokens of a folded vocabulary, ``[1, ..., 8, V / 8]``: ids of every row would be
     stored.
     """
@@ -527,7 +527,7 @@ def _without_last(kept: Array, tied: Array, surplus: Array) -> Array:
     """Returns the kept tokens without the last ``surplus`` of those that tie; all where it is not
     positive.
     """
-    tied_ids = jnp.where(tied, _token_ids(tied), -1)
+    tied_ids = jnp.where(tied, token_ids(tied), -1)
 
     def too_low(t):
         return _count(tied_ids >= t, surplus.dtype) >= surplus
