@@ -3,6 +3,7 @@ value.
 """
 
 import contextlib
+import dataclasses
 import math
 import operator
 import os
@@ -124,6 +125,35 @@ def choice(name: str, value: T, known: Iterable[Any]) -> T:
     ):
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {value!r}")
     return value
+
+
+def fields(
+    config: Any,
+    of: str = "",
+    *,
+    choices: Mapping[str, Iterable[Any]] = {},
+    least: Mapping[str, int] = {},
+) -> None:
+    """Raises ValueError for a field of a dataclass with an invalid value; None is valid where it is
+    the default. Integers are at least 1, and numbers positive.
+
+    Args:
+      of: behind the names of fields in messages.
+      choices: the values of some fields.
+      least: the smallest integers of some fields.
+    """
+    for field in dataclasses.fields(config):
+        name, value = field.name + of, getattr(config, field.name)
+        if field.name in choices:
+            choice(name, value, choices[field.name])
+        elif field.type == "bool":
+            switch(name, value)
+        elif value is None and field.default is None:
+            continue
+        elif field.type.startswith("int"):
+            integer(name, value, least.get(field.name, 1))
+        elif field.type.startswith("float"):
+            number(name, value, 0, above=True)
 
 
 @contextlib.contextmanager

@@ -106,7 +106,6 @@ class DSparkConfig(BlockConfig):
     def __post_init__(self):
         super().__post_init__()
         validate.choice("markov", self.markov, MARKOV)
-        validate.integer("markov_rank", self.markov_rank, 1)
         validate.choice("confidence", self.confidence, (None, *CONFIDENCE))
 
     def correction(self) -> Correction:
@@ -198,8 +197,6 @@ class DFlash2Config(BlockConfig):
     def __post_init__(self):
         super().__post_init__()
         validate.integer("conv_taps", self.conv_taps, 1, self.block_size + 1)
-        for name in ("conv_group", "selector_rank", "selector_top_k"):
-            validate.integer(name, getattr(self, name), 1)
         if self.layer.width % self.conv_group:
             raise ValueError(
                 f"conv_group {self.conv_group} does not divide the width {self.layer.width}"

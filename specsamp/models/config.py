@@ -46,17 +46,11 @@ class ExpertsConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        for name in ("num_experts", "experts_per_token", "width"):
-            validate.integer(f"{name} of experts", getattr(self, name), 1)
+        validate.fields(self, " of experts", least={"shared_width": 0})
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"a token cannot have {self.experts_per_token} experts of {self.num_experts}"
             )
-        validate.switch("normalised", self.normalised)
-        validate.switch("bias", self.bias)
-        if self.limit is not None:
-            validate.number("the limit of experts", self.limit, 0, above=True)
-        validate.integer("shared_width of experts", self.shared_width, 0)
         validate.integers("dense_layers", self.dense_layers)
 
     def clamp_gate(self, gate: jax.Array) -> jax.Array:
@@ -114,9 +108,7 @@ class RecurrentConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "attention_layers", tuple(self.attention_layers))
-        for field in dataclasses.fields(self):
-            if field.type == "int":
-                validate.integer(f"{field.name} of recurrent layers", getattr(self, field.name), 1)
+        validate.fields(self, " of recurrent layers")
         validate.integers("attention_layers", self.attention_layers)
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
@@ -228,14 +220,14 @@ class TransformerConfig:
         def set_default(name, value):
             return object.__setattr__(self, name, value)
 
-        if isinstance(self.rotary_scaling, Mapping):  # from JSON
-            set_default("rotary_scaling", RotaryScaling(**self.rotary_scaling))
-        if isinstance(self.experts, Mapping):
-            set_default("experts", ExpertsConfig(**self.experts))
-        if isinstance(self.recurrent, Mapping):
-            set_default("recurrent", RecurrentConfig(**self.recurrent))
+        parts = {"rotary_scaling": RotaryScaling, "experts": ExpertsConfig}
+        for name, kind in (parts | {"recurrent": RecurrentConfig}).items():
+            if isinstance(getattr(self, name), Mapping):  # from JSON
+                set_default(name, kind(**getattr(self, name)))
         set_default("global_layers", tuple(self.global_layers))
-        self._check_values()
+        choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
+        choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
+        validate.fields(self, choices=choices, least={"ngram_rows": 0})
         if self.num_kv_heads is None:
             set_default("num_kv_heads", self.num_heads)
         if self.head_size is None:
@@ -248,25 +240,6 @@ class TransformerConfig:
         if self.feedforward_width is None:
             set_default("feedforward_width", 4 * self.width)
         self._check_combinations()
-
-    def _check_values(self) -> None:
-        """Raises ValueError for a field with an invalid value; None is valid where it is the
-        default.
-        """
-        choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
-        choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in choices:
-                validate.choice(name, value, choices[name])
-            elif isinstance(field.default, bool):
-                validate.switch(name, value)
-            elif value is None and field.default is None:
-                continue
-            elif field.type.startswith("int"):
-                validate.integer(name, value, 0 if name == "ngram_rows" else 1)
-            elif field.type.startswith("float"):
-                validate.number(name, value, 0, above=True)
 
     def _check_combinations(self) -> None:
         validate.integer("ngram_order", self.ngram_order, 2, 6)

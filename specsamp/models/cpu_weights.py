@@ -37,21 +37,18 @@ def to_cpu_order(params: Any) -> Any:
         jnp.transpose, arranged.pop(OUTPUT_EMBEDDING, params["embedding"])
     )
     for name in params:
-        if name.startswith("layer_"):
-            arranged[name] = dict(params[name])
-            if "recurrence" in params[name]:
-                recurrence = dict(params[name]["recurrence"])
-                recurrence[JOINED] = jax.tree.map(_join_heads, recurrence[JOINED])
-                arranged[name]["recurrence"] = recurrence
-            else:
-                arranged[name]["attention"] = _join_attention(params[name]["attention"])
-            if "experts" in params[name]:
-                experts = params[name]["experts"]
-                turned = {
-                    part: jax.tree.map(lambda x: x.swapaxes(1, 2), experts[part])
-                    for part in ("gate", "up")
-                }
-                arranged[name]["experts"] = experts | turned
+        if not name.startswith("layer_"):
+            continue
+        layer = arranged[name] = dict(params[name])
+        if "recurrence" in layer:
+            joined = jax.tree.map(_join_heads, layer["recurrence"][JOINED])
+            layer["recurrence"] = layer["recurrence"] | {JOINED: joined}
+        else:
+            layer["attention"] = _join_attention(layer["attention"])
+        if "experts" in layer:
+            experts = {part: layer["experts"][part] for part in ("gate", "up")}
+            turned = jax.tree.map(lambda x: x.swapaxes(1, 2), experts)
+            layer["experts"] = layer["experts"] | turned
     return jax.tree.map(
         lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, arranged, is_leaf=is_int8
     )

@@ -76,6 +76,7 @@ class HeadConfig:
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
         if self.target_width is None:
             object.__setattr__(self, "target_width", self.layer.width)
+        validate.fields(self, least={"mask_id": 0})
         validate.integers("hidden_layers", self.hidden_layers, -1, self.target_layers + 1)
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
             raise ValueError(

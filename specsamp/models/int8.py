@@ -24,26 +24,17 @@ Array = jax.Array
 # the same name; the other axes are output channels. All other parameters are not matrices of
 # products.
 SUMMED_AXES = {
-    **{f"ngrams_{order}": (1,) for order in range(2, 6)},  # [R, D]: every row
-    "embedding": (1,),  # [V, D]: a logit is one channel
-    "query": (1,),
-    "key": (1,),
-    "value": (1,),
-    "relative": (1,),  # [N, D, H]
-    "attention/output": (0, 1),  # [N, H, D]
-    "recurrence/output": (0, 1),
-    "attention/gate": (1,),
-    "recurrence/gate": (1,),
-    "output_embedding": (1,),  # [V, D]
-    "output": (1,),  # [U, D], of a head
-    "up": (0,),
-    "gate": (0,),  # [D, F]
-    "down": (0,),  # [F, D]
-    "experts/up": (2,),
-    "experts/gate": (2,),  # [E, F, D]
-    "experts/down": (1,),  # [E, F, D]
-    "fc": (0,),
-    "linear": (0,),  # [X, D], of a head
+    name: axes
+    for axes, names in {
+        (0,): ("up", "gate", "down", "fc", "linear"),  # [D, F], [F, D]
+        (0, 1): ("attention/output", "recurrence/output"),  # [N, H, D]
+        # Tables [V, D], of which a logit is one channel; and [N, D, H].
+        (1,): ("embedding", "output_embedding", "output", "query", "key", "value", "relative")
+        + ("attention/gate", "recurrence/gate", "experts/down")  # [E, F, D]
+        + tuple(f"ngrams_{order}" for order in range(2, 6)),
+        (2,): ("experts/up", "experts/gate"),  # [E, F, D]
+    }.items()
+    for name in names
 }
 # Tables of relative keys are made from this matrix once, so it is not rounded.
 NOT_READ = ("relative",)

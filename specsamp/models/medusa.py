@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 
-from specsamp import validate
 from specsamp.models.heads import HeadConfig, HeadModule
 from specsamp.models.modules import declare, weight
 from specsamp.models.products import contract
@@ -99,10 +98,6 @@ class MedusaConfig(HeadConfig):
     kind: ClassVar[str] = "Medusa"
     has_layer: ClassVar[bool] = False
     reads_final_norm: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        validate.integer("num_heads", self.num_heads, 1)
 
     def begin(self, params: Any, output_UD: jax.Array, scale_D: jax.Array | None) -> Any:
         """Returns the parameters with the target's output matrix in every head."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
-from specsamp import validate
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.experts import SparseFeedForward
@@ -139,7 +138,6 @@ class MTPConfig(HeadConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        validate.integer("num_modules", self.num_modules, 1)
         if len(self.hidden_layers) != 1:
             raise ValueError(
                 f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}"

@@ -119,8 +119,8 @@ test_refused_experts = refused_arguments(
     {
         "a token cannot have 9 experts of 8": dict(experts_per_token=9),
         "num_experts of experts must be an integer >= 1.*got 0": dict(num_experts=0),
-        "normalised must be True or False; got 1": dict(normalised=1),
-        "the limit of experts must be a number .*; got 0": dict(limit=0),
+        "normalised of experts must be True or False; got 1": dict(normalised=1),
+        "limit of experts must be a number .*; got 0": dict(limit=0),
         r"dense_layers\[0\] must be an integer >= 0.*got -1": dict(dense_layers=(-1,)),
     },
 )
