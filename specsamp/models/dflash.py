@@ -291,11 +291,7 @@ class BlockHead(Head):
             other.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        given = self.layout.on_all_devices((embedded_BTD, anchors_BA, first_BA))
-        rows_BTD, caches = self._apply("__call__", weights, *given, caches)
-        return self.layout.on_all_devices(rows_BTD), self.layout.place_cache(
-            self.cache_axes(), caches
-        )
+        return self._run("__call__", weights, (embedded_BTD, anchors_BA, first_BA), caches)
 
     def embed_blocks(
         self,

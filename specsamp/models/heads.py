@@ -438,6 +438,15 @@ class Head:
             return kernels.expand(logits, *weights["tables"])
         return jnp.take(logits, ranks_V, axis=-1, mode="fill", fill_value=-jnp.inf)
 
+    def _run(
+        self, method: str, weights: Any, arrays: tuple[Array, ...], cache: Any, *options: Any
+    ) -> tuple[Array, Any]:
+        """Computes a method that returns an array and the written cache, in the layout."""
+        arrays = self.layout.on_all_devices(arrays)
+        made_BTD, cache = self._apply(method, weights, *arrays, cache, *options)
+        cache = self.layout.place_cache(self.cache_axes(), cache)
+        return self.layout.on_all_devices(made_BTD), cache
+
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         module = self.config.module(self.config, self.layout, self.kernels)
         with full_precision(self.config.layer.dtype):
@@ -468,6 +477,7 @@ class FeatureHead(Head):
         start_B: Array,
         cache: KVCache | None,
         block: Block | None = None,
+        number: int | None = None,
     ) -> tuple[Array, KVCache]:
         """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions
         after them.
@@ -479,28 +489,13 @@ class FeatureHead(Head):
           cache: see `LanguageModel.__call__`; None: the pairs of the call attend to each other
             only.
           block: positions and visibility of the pairs of a token tree; None: a chain.
+          number: of a module, see `ModuleChain`; None: the head has one.
         """
-        return self._read(weights, embedded_BTD, features_BTD, start_B, cache, block)
-
-    def _read(
-        self,
-        weights: Any,
-        embedded_BTD: Array,
-        features_BTD: Array,
-        start_B: Array,
-        cache: KVCache | None,
-        *options: Any,
-    ) -> tuple[Array, KVCache]:
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        # The input features too: otherwise the compiler keeps them split in the carry, for their
-        # product.
-        start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
-        features_BTD, cache = self._apply(
-            "__call__", weights, embedded_BTD, features_BTD, start_B, cache, *options
-        )
-        return self.layout.on_all_devices(features_BTD), self.layout.place_cache(
-            self.cache_axes(), cache
-        )
+        # The compiler would keep input features split in the carry, for their product.
+        arrays = embedded_BTD, features_BTD, start_B
+        options = (block,) if number is None else (block, number)
+        return self._run("__call__", weights, arrays, cache, *options)
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:
         """Returns the features of one position of each sequence, ``[B, D]``."""

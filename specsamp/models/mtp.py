@@ -112,8 +112,8 @@ class ModuleChain(FeatureHead):
           features_BTD: of positions t, from `fuse` or the module before.
         """
         own = None if cache is None else cache[number]
-        features_BTD, own = self._one._read(
-            weights, embedded_BTD, features_BTD, start_B, own, None, number
+        features_BTD, own = self._one(
+            weights, embedded_BTD, features_BTD, start_B, own, number=number
         )
         return features_BTD, None if cache is None else (*cache[:number], own, *cache[number + 1 :])
 

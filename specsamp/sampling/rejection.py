@@ -97,9 +97,7 @@ class RejectionRule(Rule):
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Tests the drafted tokens and draws the appended token."""
         target_log_probs = target.all()
-        batch, K = draft.tokens_BK.shape
-        offsets_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
-        uniforms_BK = keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0]
+        uniforms_BK = keys.accept_uniforms(*draft.tokens_BK.shape)
         num_accepted_B = self.num_accepted(uniforms_BK < self.acceptance(draft, target_log_probs))
         weights_BV = self.residual(draft, target_log_probs, num_accepted_B)
         # Where draft and target are equal, the residual is empty. If rounding rejects there, draw

@@ -83,6 +83,11 @@ class RoundKeys:
         keys_BT = _fold(keys_BT, jnp.full(offsets_BT.shape, purpose))
         return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys_BT)
 
+    def accept_uniforms(self, batch: int, count: int) -> Array:
+        """Returns the uniforms that decide whether drafted tokens are accepted, ``[B, K]``."""
+        offsets_BK = jnp.broadcast_to(jnp.arange(count), (batch, count))
+        return self.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0]
+
     def position_gumbels(self, offset: int | Array, vocab_size: int) -> Array:
         """Returns the Gumbel noise of the *absolute position* ``starts_B + offset``, ``[B, V]``
         float32.

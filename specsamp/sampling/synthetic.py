@@ -9,10 +9,9 @@ has this `LABEL`.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import (
     Draft,
     Rule,
@@ -49,9 +48,5 @@ class SyntheticAcceptance(Rule):
         """Computes the verdict of ``rule``, of which only the appended token is used."""
         verdict = self.rule.verify(draft, target, keys)
         last_B = take_row(verdict.tokens_BT, verdict.num_accepted_B)
-        batch, num_tokens = draft.tokens_BK.shape
-        offsets_BK = jnp.broadcast_to(jnp.arange(num_tokens), (batch, num_tokens))
-        passed_BK = (
-            keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0] < self.rate
-        ) & draft.is_drafted_BK
+        passed_BK = (keys.accept_uniforms(*draft.tokens_BK.shape) < self.rate) & draft.is_drafted_BK
         return make_verdict(draft, count_leading(passed_BK), last_B)

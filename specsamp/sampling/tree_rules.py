@@ -160,9 +160,7 @@ class TreeRule(Rule):
         """Draws the random numbers of the tests, walks, and draws the token that follows."""
         if draft.parents_BK is None:  # a round without a draft
             return self.of_chains.verify(draft, target, keys)
-        batch, K = draft.tokens_BK.shape
-        nodes_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
-        walk = self.walk(draft, target, keys.uniforms(Purpose.ACCEPT, nodes_BK)[..., 0])
+        walk = self.walk(draft, target, keys.accept_uniforms(*draft.tokens_BK.shape))
         uniforms_B2 = keys.uniforms(Purpose.RESIDUAL, walk.num_accepted_B[:, None])[:, 0]
         return make_verdict(
             draft, walk.num_accepted_B, draw(walk.weights_BV, uniforms_B2), walk.rows_BT

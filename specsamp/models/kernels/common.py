@@ -94,29 +94,26 @@ def in_one_kernel(
         for ref, result in zip(refs[len(arrays) :], jax.tree.leaves(function(*given)), strict=True):
             ref[...] = result
 
-    by_rows = steps is None and stream_steps(arrays[0].shape) > 1
-    first = arrays[0].shape[:2]
-
-    def part(x):
-        if not by_rows:
-            return pl.BlockSpec(
-                (x.shape[0] // steps, *x.shape[1:]), lambda i: (i, *(0,) * (x.ndim - 1))
-            )
-        if x.shape[:2] == first:
-            return pl.BlockSpec((1, ROWS, *x.shape[2:]), lambda i: (0, i, *(0,) * (x.ndim - 2)))
-        return pl.BlockSpec(x.shape, lambda i: (0,) * x.ndim)
-
+    first = arrays[0].shape
+    axis, size = (1, ROWS) if steps is None else (0, first[0] // steps)
     options = {}
-    if by_rows:
-        steps = stream_steps(arrays[0].shape)
-    if steps is not None:
+    if steps is not None or stream_steps(first) > 1:
+
+        def part(x):
+            """Takes a part of arrays with the leading axes of the first one, else all."""
+            sizes, is_cut = list(x.shape), x.shape[: axis + 1] == first[: axis + 1]
+            if is_cut:
+                sizes[axis] = size
+            place = [is_cut and at == axis for at in range(x.ndim)]
+            return pl.BlockSpec(sizes, lambda i: tuple(i if moves else 0 for moves in place))
+
         options = {
-            "grid": (steps,),
+            "grid": (steps or stream_steps(first),),
             "in_specs": [*map(part, arrays)],
             "out_specs": [*map(part, shapes)],
+            # On both cores of a chip.
+            "compiler_params": pltpu.CompilerParams(dimension_semantics=("parallel",)),
         }
-        # On both cores of a chip.
-        options["compiler_params"] = pltpu.CompilerParams(dimension_semantics=("parallel",))
     results = pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, name=name, **options)(
         *arrays
     )

@@ -40,23 +40,23 @@ def reason_for_plain(config: TransformerConfig, kernels: PallasKernels) -> str:
     of_global = config.global_kv_heads
     shared = math.gcd(config.num_kv_heads, of_global or config.num_kv_heads)
     few = config.experts and dataclasses.replace(config.experts, **FEW_EXPERTS)
-    sizes = {
-        "width": 2 * LANES + config.width % LANES,
-        "num_layers": 2,
-        "num_heads": 2 * config.num_heads // shared,
-        "num_kv_heads": 2 * config.num_kv_heads // shared,
-        "global_kv_heads": of_global and 2 * of_global // shared,
-        "feedforward_width": LANES,
-    }
-    ends = {
-        "vocab_size": 2 * LANES,
-        "num_real_tokens": None,
-        "ngram_rows": 0,
-        "max_positions": SLOTS,
-    }
-    ends |= {"global_layers": (1,) if config.global_layers else ()}
     try:
-        plain = TransformerLM(dataclasses.replace(config, **sizes, **ends, experts=few))
+        small = dataclasses.replace(
+            config,
+            width=2 * LANES + config.width % LANES,
+            num_layers=2,
+            num_heads=2 * config.num_heads // shared,
+            num_kv_heads=2 * config.num_kv_heads // shared,
+            global_kv_heads=of_global and 2 * of_global // shared,
+            global_layers=(1,) if config.global_layers else (),
+            feedforward_width=LANES,
+            experts=few,
+            vocab_size=2 * LANES,
+            num_real_tokens=None,
+            ngram_rows=0,
+            max_positions=SLOTS,
+        )
+        plain = TransformerLM(small)
         expected_BTV, found_BTV = (
             _logits(dataclasses.replace(plain, kernels=each)) for each in (None, kernels)
         )
