@@ -20,7 +20,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import quantise
 from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
-from specsamp.models.slots import SLOTS_AXIS, cut_slots, move_slots, read_moved, write_slots
+from specsamp.models.slots import SLOTS_AXIS, cut_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
 
 if TYPE_CHECKING:
@@ -326,24 +326,27 @@ def kind_of_cache(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCache(LayerCache):
+    """The tokens themselves, int32, of models that embed n-grams; without attention."""
+
+    tokens_BS: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerCache:
     """The caches of all layers; the leading axis of every leaf is the batch."""
 
     layers: tuple[LayerCache, ...]
-    tokens_BS: Array | None = None  # int32, the tokens themselves, of models that embed n-grams
+    tokens: TokenCache | None = None
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
         """Moves slots ``start_B + rows_BT`` of all arrays to ``start_B ..``, see `move_slots`."""
-        tokens_BS = self.tokens_BS
-        if tokens_BS is not None:
-            tokens_BS = move_slots(tokens_BS, start_B, rows_BT, num_rows, axis=1)
-        layers = tuple(layer.compact(start_B, rows_BT, num_rows) for layer in self.layers)
-        return type(self)(layers=layers, tokens_BS=tokens_BS)
+        return self._map(lambda part: part.compact(start_B, rows_BT, num_rows))
 
     def cut(self, num_kept: int, first_B: Array, count: int, room: int) -> Self:
         """Returns a smaller cache, see `specsamp.models.slots.cut_slots`."""
-        tokens_BS = self.tokens_BS
-        if tokens_BS is not None:
-            tokens_BS = cut_slots(tokens_BS, num_kept, first_B, count, room, axis=1)
-        layers = tuple(layer.cut(num_kept, first_B, count, room) for layer in self.layers)
-        return type(self)(layers=layers, tokens_BS=tokens_BS)
+        return self._map(lambda part: part.cut(num_kept, first_B, count, room))
+
+    def _map(self, function: Callable[[LayerCache], LayerCache]) -> Self:
+        return jax.tree.map(function, self, is_leaf=lambda x: isinstance(x, LayerCache))

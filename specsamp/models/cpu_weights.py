@@ -82,12 +82,10 @@ class CPUAttention(Attention):
         if config.attention_bias:
             heads_BTX = heads_BTX + self.get_variable("params", HEADS_BIAS)[None, None]
         heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
-        ends = np.cumsum((config.num_heads, config.num_kv_heads, config.num_kv_heads))
-        if config.keys_as_values:
-            q_BNTH, k_BMTH = jnp.split(heads_BXTH, ends[:1].tolist(), axis=1)
-            return q_BNTH, k_BMTH, k_BMTH
-        last = 2 + config.attention_gate
-        return jnp.split(heads_BXTH, ends[:last].tolist(), axis=1)
+        sizes = [config.num_heads] + [config.num_kv_heads] * (1 if config.keys_as_values else 2)
+        sizes += [config.num_heads] * config.attention_gate
+        parts = jnp.split(heads_BXTH, np.cumsum(sizes[:-1]).tolist(), axis=1)
+        return (*parts, parts[1]) if config.keys_as_values else parts
 
 
 class CPUGatedDelta(GatedDelta):

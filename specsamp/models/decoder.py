@@ -6,6 +6,7 @@ layer by layer. Names of parameters are those of checkpoints: they follow from t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from specsamp.models import ngrams
 from specsamp.models.attention import Attention
-from specsamp.models.cache import LayerCache, TransformerCache
+from specsamp.models.cache import LayerCache, TokenCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
@@ -167,12 +168,12 @@ class Decoder(nn.Module):
         with jax.named_scope("embed"):
             x_BTD = take_rows(self.embedding, tokens_BT)
             if config.num_ngram_tables:
-                memory_BS = None if cache is None else cache.tokens_BS
+                memory_BS = None if cache is None else cache.tokens.tokens_BS
                 rows, memory_BS = ngrams.rows_of_call(tokens_BT, start_B, memory_BS, config, block)
                 for table_RD, rows_BT in zip(self.ngram_tables, rows, strict=True):
                     x_BTD = x_BTD + take_rows(table_RD, rows_BT)
                 if cache is not None:
-                    cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
+                    cache = dataclasses.replace(cache, tokens=TokenCache(tokens_BS=memory_BS))
             if config.positions == "learned":
                 # The positions of scratch slots are beyond the table, and get its last row.
                 positions_BT = positions_of(start_B, tokens_BT.shape[1], block)
@@ -238,7 +239,7 @@ class Decoder(nn.Module):
                 )
         if cache is not None:
             layers = (*cache.layers[:first], *caches, *cache.layers[last:])
-            cache = TransformerCache(layers=layers, tokens_BS=cache.tokens_BS)
+            cache = dataclasses.replace(cache, layers=layers)
         return x_BTD, cache, tuple(hidden[i] for i in hidden_layers)
 
     def unembed(self, x_BTD: Array) -> Array:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from specsamp import validate
 from specsamp.models.cache import (
     LayerCache,
+    TokenCache,
     TransformerCache,
     TransposedKVCache,
     kind_of_cache,
@@ -237,7 +238,7 @@ class TransformerLM(LayeredModel):
         }
         for layer in joined.values():
             layer["recurrence"] = join(layer["recurrence"])
-        return {**params, **joined} if joined else params
+        return {**params, **joined}
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
         """See `LanguageModel.matrices_read`. Embeddings that only look up rows do not count."""
@@ -257,18 +258,18 @@ class TransformerLM(LayeredModel):
 
     def init_cache(self, batch: int, slots: int) -> TransformerCache:
         config = self.config
-        tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
+        tokens = TokenCache(tokens_BS=jnp.zeros((batch, slots), jnp.int32))
         layers = [
             kind.zeros(config.of_layer(i), batch, slots, kernels)
             for i, (kind, kernels) in enumerate(self._kinds_of_caches)
         ]
-        return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
+        return TransformerCache(layers=tuple(layers), tokens=tokens if config.ngram_rows else None)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
-        tokens_BS = PartitionSpec("batch", "slots") if self.config.ngram_rows else None
+        tokens = TokenCache.logical_axes() if self.config.ngram_rows else None
         layers = [kind.logical_axes(kernels) for kind, kernels in self._kinds_of_caches]
-        return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
+        return TransformerCache(layers=tuple(layers), tokens=tokens)
 
     @property
     def _kinds_of_caches(self) -> list[tuple[type[LayerCache], PallasKernels | None]]:

@@ -25,7 +25,7 @@ def run_layers(first, last, hidden_layers=()):
 
 def test_part_of_layers_keeps_other_caches():
     cache, (_, after, hidden) = run_layers(1, 2)
-    assert cache.tokens_BS.tolist() == [[0, 0, 0, 1, 2] + [0] * 11]
+    assert cache.tokens.tokens_BS.tolist() == [[0, 0, 0, 1, 2] + [0] * 11]
     written = [bool(np.any(layer.values_BMSH)) for layer in after.layers]
     assert written == [False, True, False] and hidden == ()
 

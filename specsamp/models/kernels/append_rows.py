@@ -19,7 +19,7 @@ MAX_TOKENS = 128  # of a call; with more tokens the time is that of the kernel's
 
 
 def append_rows(
-    caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array, *, interpret: bool = False
+    caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array, *, interpret: bool
 ) -> tuple[Array, ...]:
     """Returns the caches ``[B, M, S, H]``, or scales ``[B, M, 1, S]``, with T slots of each
     sequence written from its own start, on one device.

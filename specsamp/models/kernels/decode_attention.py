@@ -112,14 +112,14 @@ def decode_attention(
     q_BNTH: Array,
     entries_BMSH: tuple[Array, ...],
     seen: SeenSlots,
-    distances_BNTS: Array | None = None,
-    scales_BM1S: tuple[Array, ...] | None = None,
-    sinks_1N: Array | None = None,
+    distances_BNTS: Array | None,
+    scales_BM1S: tuple[Array, ...] | None,
+    sinks_1N: Array | None,
     *,
     scale: float,
-    cap: float | None = None,
-    cores: int = 1,
-    interpret: bool = False,
+    cap: float | None,
+    cores: int,
+    interpret: bool,
 ) -> Array:
     """Computes `specsamp.models.cache.LayerCache.attend` on one device; returns ``[B, N, T, H]``.
 

@@ -32,7 +32,7 @@ def delta_step(
     vectors: tuple[Array, Array, Array],
     cache: tuple[Array, Array, Array],
     *,
-    interpret: bool = False,
+    interpret: bool,
 ) -> tuple[Array, ...]:
     """Returns the layer's outputs ``[B, T, M Y]``, Y of the value heads of a key head, and the
     cache.

@@ -21,7 +21,7 @@ ROWS = 8  # of a step
 BLOCKS = 16  # of `LANES` ids, of a step
 
 
-def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool = False) -> Array:
+def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool) -> Array:
     """Returns ``[R, V]``, ``x_RU[:, ranks_1V[0]]``, on one device; -inf where the rank is U.
 
     Args:

@@ -33,7 +33,7 @@ def mix_experts(
     stacked: dict[str, Array | Int8Weight],
     first: Array,
     *,
-    interpret: bool = False,
+    interpret: bool,
 ) -> Array:
     """Returns each token's sum over the experts of this device of share times result, ``[R, D]``
     float32.
