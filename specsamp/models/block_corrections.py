@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.models.dflash import BlockConfig, Correction
 from specsamp.models.int8 import take_rows
-from specsamp.models.modules import declare, weight, zero_bias
+from specsamp.models.modules import declare, table, weight, zero_bias
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -37,11 +37,8 @@ class Markov(Correction):
 
     def setup(self):
         config, width, rank = self.config, self.config.layer.width, self.config.markov_rank
-        vocab = config.layer.vocab_size
-        self.embedding = weight(self, "embedding", (vocab, rank), ("vocab", "embed"), fan_in=10_000)
-        self.output = weight(
-            self, "output", (config.num_outputs, rank), ("vocab", "embed"), fan_in=rank
-        )
+        self.embedding = table(self, "embedding", config.layer.vocab_size, rank, fan_in=10_000)
+        self.output = table(self, "output", config.num_outputs, rank)
         read, made = {"vanilla": (0, 0), "gated": (1, 1), "recurrent": (2, 3)}[config.markov]
         if made:
             read = width + read * rank
@@ -122,8 +119,8 @@ class Selector(Correction):
     def setup(self):
         config, rank = self.config, self.config.selector_rank
         vocab, width = config.layer.vocab_size, config.layer.width
-        self.embedding = weight(self, "embedding", (vocab, rank), ("vocab", "embed"), fan_in=2_500)
-        self.output = weight(self, "output", (vocab, rank), ("vocab", "embed"), fan_in=2_500)
+        self.embedding = table(self, "embedding", vocab, rank, fan_in=2_500)
+        self.output = table(self, "output", vocab, rank, fan_in=2_500)
         self.linear = weight(self, "linear", (width, rank), ("features", "embed"))
 
     def __call__(

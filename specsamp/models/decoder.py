@@ -21,7 +21,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, DeviceLayout
-from specsamp.models.modules import FeedForward, Norm, declare, weight
+from specsamp.models.modules import FeedForward, Norm, declare, table, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
 from specsamp.models.visibility import positions_of
@@ -114,13 +114,7 @@ class Decoder(nn.Module):
 
     def setup(self):
         config, experts, layout, kernels = self.config, self.experts, self.layout, self.kernels
-        self.embedding = weight(
-            self,
-            "embedding",
-            (config.vocab_size, config.width),
-            ("vocab", "embed"),
-            fan_in=config.width,
-        )
+        self.embedding = table(self, "embedding", config.vocab_size, config.width)
         # Zero at first: an n-gram that does not occur in training adds nothing.
         shape = config.ngram_rows, config.width
         self.ngram_tables = [
@@ -266,8 +260,7 @@ class Decoder(nn.Module):
         config = self.config
         if config.tied:
             return self.embedding
-        shape = (config.vocab_size, config.width)
-        return weight(self, OUTPUT_EMBEDDING, shape, ("vocab", "embed"), fan_in=config.width)
+        return table(self, OUTPUT_EMBEDDING, config.vocab_size, config.width)
 
     def project_to_vocabulary(self, x_BTD: Array) -> Array:
         """Returns the product of a normalised stream and the output matrix, float32."""

@@ -25,7 +25,7 @@ from specsamp.models.cache import KERNEL_SLOTS, KVCache, LayerCache, kind_of_cac
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
 from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
-from specsamp.models.modules import weight
+from specsamp.models.modules import table, weight
 from specsamp.models.products import contract, full_precision
 from specsamp.models.visibility import positions_of
 
@@ -162,12 +162,9 @@ class HeadModule(nn.Module):
         """Declares the embedding and the output, unless they are the target's."""
         config, width = self.config, self.config.layer.width
         if config.own_embedding:
-            shape = (config.layer.vocab_size, width)
-            self.embedding = weight(self, "embedding", shape, ("vocab", "embed"), fan_in=width)
+            self.embedding = table(self, "embedding", config.layer.vocab_size, width)
         if config.own_output:
-            self.output = weight(
-                self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width
-            )
+            self.output = table(self, "output", config.num_outputs, width)
 
     def declare_fc(self, read: int) -> None:
         """Declares the matrix of `join`, for inputs of ``read`` entries."""

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 
 from specsamp.models.heads import HeadConfig, HeadModule
-from specsamp.models.modules import declare, weight
+from specsamp.models.modules import declare, table
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -34,9 +34,7 @@ class MedusaHead(nn.Module):
         self.bias = zeros("bias", "embed") if config.bias else None
         self.output = None
         if config.own_output:
-            self.output = weight(
-                self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width
-            )
+            self.output = table(self, "output", config.num_outputs, width)
 
 
 class Medusa(HeadModule):

@@ -48,6 +48,17 @@ def declare(
     return module.param(name, nn.with_logical_partitioning(init, axes), shape)
 
 
+def table(
+    module: nn.Module, name: str, rows: int, width: int, fan_in: int | None = None
+) -> Array | Int8Weight:
+    """Declares a weight ``[rows, width]`` with a row for each token; returns its value.
+
+    Args:
+      fan_in: see `weight`; None: the width.
+    """
+    return weight(module, name, (rows, width), ("vocab", "embed"), fan_in=fan_in or width)
+
+
 def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> Array:
     """Declares a bias for the last axis of ``y``, initially zero; returns it in the dtype and rank
     of ``y``.
