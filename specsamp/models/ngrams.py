@@ -31,7 +31,8 @@ def rows_of_call(
     written.
 
     Args:
-      memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the sequence.
+      memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the sequence,
+        and is no tree.
       block: in a tree, an n-gram is a token and its ancestors.
 
     Returns:
@@ -42,11 +43,6 @@ def rows_of_call(
         memory_BS = write_slots(memory_BS, tokens_BT, start_B, axis=1)
     if block is None:
         context_RX, last = _context(tokens_BT, start_B, memory_BS, before), length
-    elif memory_BS is None:
-        raise ValueError(
-            "n-gram embeddings of a tree need a cache, which holds the tokens before the tree: "
-            "give one"
-        )
     else:
         slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
         tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)

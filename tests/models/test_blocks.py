@@ -136,15 +136,3 @@ def test_a_tree_may_be_scored_in_several_calls(scheme):
         output = call(model, weights, tokens_BT[:, first:last], start_B + first, cache, block=part)
         cache = output.cache
         assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
-
-
-def test_ngrams_of_a_tree_need_a_cache():
-    model, weights = prepared("n-grams")
-    with pytest.raises(ValueError, match="n-gram embeddings of a tree need a cache"):
-        model.embed(
-            weights,
-            nodes(),
-            jnp.zeros(2, jnp.int32),
-            None,
-            block=block_of(PARENTS, np.zeros(2, int)),
-        )

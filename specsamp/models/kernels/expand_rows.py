@@ -30,8 +30,6 @@ def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool
       first_J: int32, the least rank of each `LANES` ids.
     """
     (rows, size), num_ids = x_RU.shape, ranks_1V.shape[1]
-    if len(first_J) != pl.cdiv(num_ids, LANES):
-        raise ValueError(f"{num_ids} ids have {pl.cdiv(num_ids, LANES)} blocks; got {len(first_J)}")
     padding = max(-size % LANES, 2 * LANES - size)
     if padding:
         x_RU = jnp.pad(x_RU, ((0, 0), (0, padding)))
