@@ -34,7 +34,7 @@ class Purpose(enum.IntEnum):
     RESIDUAL = 2
 
 
-def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+def row_keys(seed: int | np.ndarray, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
     """Returns a key for each row, from the caller's global ids rather than from the row's place in
     the batch.
 
@@ -46,17 +46,14 @@ def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Arr
     Returns:
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
     """
-    if not isinstance(seed, jax.Array):
-        words = np.asarray(seed, np.uint64)
-        high, seed = (words >> np.uint64(32)).astype(np.uint32), words.astype(np.uint32)
-    else:
-        high = np.uint32(0)
-    return _address_rows(seed, high, prompt_ids_B, sample_ids_B)
+    seed = np.asarray(seed, np.uint64)
+    words = [(seed >> np.uint64(shift)).astype(np.uint32) for shift in (32, 0)]
+    return _address_rows(words, prompt_ids_B, sample_ids_B)
 
 
 @jax.jit
-def _address_rows(seed: Array, high: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
-    words = (jnp.broadcast_to(word.astype(jnp.uint32), prompt_ids_B.shape) for word in (high, seed))
+def _address_rows(words: list[Array], prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+    words = (jnp.broadcast_to(word, prompt_ids_B.shape) for word in words)
     base_B = jax.random.wrap_key_data(jnp.stack([*words], axis=-1), impl="threefry2x32")
     return _fold(_fold(base_B, prompt_ids_B), sample_ids_B)
 

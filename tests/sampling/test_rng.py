@@ -15,13 +15,13 @@ from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 SEED = 11
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=0)
 def uniforms(seed, prompts_B, samples_B, starts_B, offsets_BT, purpose):
     keys = RoundKeys(rows_B=row_keys(seed, prompts_B, samples_B), starts_B=starts_B)
     return keys.uniforms(purpose, offsets_BT)
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def position_gumbels(seed, prompts_B, samples_B, starts_B, offset, vocab_size=9):
     keys = RoundKeys(rows_B=row_keys(seed, prompts_B, samples_B), starts_B=starts_B)
     return keys.position_gumbels(offset, vocab_size)
