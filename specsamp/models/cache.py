@@ -22,6 +22,7 @@ from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.slots import SLOTS_AXIS, cut_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
+from specsamp.pytrees import pytree
 
 if TYPE_CHECKING:
     from specsamp.models.kernels.dispatch import PallasKernels
@@ -209,8 +210,7 @@ def softmax_with_sinks(scores_BNTS: Array, sinks_N: Array | None) -> Array:
     return probs_BNTS * jax.nn.sigmoid(total_BNT1 - sinks_N[None, :, None, None])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class KVCache(LayerCache):
     """A `LayerCache` of keys and values ``[B, M, S, H]``.
 
@@ -225,8 +225,7 @@ class KVCache(LayerCache):
         return cls(keys_BMSH=k_BMTH, values_BMSH=v_BMTH)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TransposedKVCache(LayerCache):
     """A `LayerCache` for CPUs, with keys ``[B, M, H, S]``.
 
@@ -242,8 +241,7 @@ class TransposedKVCache(LayerCache):
         return cls(keys_BMHS=k_BMTH.swapaxes(2, 3), values_BMSH=v_BMTH)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Int8KVCache(LayerCache):
     """A `LayerCache` in int8, with a scale for each token and head; for either weight order.
 
@@ -267,8 +265,7 @@ class Int8KVCache(LayerCache):
         return cls(keys_BMSH=keys.values, values_BMSH=values.values, **scales)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PairedKVCache(LayerCache):
     """A `LayerCache` for kernels and heads of 64 entries: a row holds a key and behind it its
     value.
@@ -295,8 +292,7 @@ class PairedKVCache(LayerCache):
         )[..., size:]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PairedInt8KVCache(PairedKVCache):
     """A `PairedKVCache` in int8, with the scales of `Int8KVCache`."""
 
@@ -324,16 +320,14 @@ def kind_of_cache(
     return CACHES[is_paired, layer.cache_dtype], kernels
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TokenCache(LayerCache):
     """The tokens themselves, int32, of models that embed n-grams; without attention."""
 
     tokens_BS: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TransformerCache:
     """The caches of all layers; the leading axis of every leaf is the batch."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
+from specsamp.pytrees import pytree
+
 if TYPE_CHECKING:
     from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Output:
     """The result of one call of a language model."""
 
@@ -31,12 +31,7 @@ class Output:
     hidden: tuple[Array, ...] = ()  # [B, T, D], one per entry of ``hidden_layers``
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["start_B", "positions_BT", "visible_BTR", "skipped_B"],
-    meta_fields=["num_kept"],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Block:
     """The attention mask of a token tree. All tokens of the tree attend to the text before it.
 
@@ -62,7 +57,7 @@ class Block:
     # int32, how many tokens of the text have no slot, behind the ``num_kept`` first ones; None: all
     # have one
     skipped_B: Array | None = None
-    num_kept: int = 0
+    num_kept: int = dataclasses.field(default=0, metadata={"static": True})
 
     def slot_positions(self, num_slots: int) -> Array:
         """Returns the positions of the tokens of the text in all slots, int32 ``[B or 1, S]``."""

@@ -28,6 +28,7 @@ from specsamp.models.int8 import is_int8
 from specsamp.models.modules import declare, weight
 from specsamp.models.products import contract
 from specsamp.models.slots import read_slots, write_slots
+from specsamp.pytrees import pytree
 
 if TYPE_CHECKING:
     from specsamp.models.kernels.dispatch import PallasKernels
@@ -42,8 +43,7 @@ CONVOLVED = ("query", "key", "value")
 GATED = (*CONVOLVED, "gate")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class RecurrentCache(LayerCache):
     """An older state of a layer, and the inputs of the tokens since.
 

@@ -10,7 +10,6 @@ arXiv 2205.14135), in float32. Scores of relative distances are aligned with the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Self
@@ -29,6 +28,7 @@ from specsamp.models.kernels.common import (
 )
 from specsamp.models.products import soft_cap
 from specsamp.models.visibility import BlockVisibility, Visibility, positions_of, seen_after
+from specsamp.pytrees import pytree
 
 Array = jax.Array
 
@@ -42,8 +42,7 @@ MAX_ROWS = 1024  # of queries per kv head; memory on chip grows with them
 UNSEEN = -1e30  # a score whose exponential is 0; the difference of two infinities would be NaN
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class SeenSlots:
     """The slots that the queries of a call see: `Visibility.mask` as bounds, without an array of
     all slots.
