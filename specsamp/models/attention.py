@@ -5,11 +5,9 @@ the output ``[N, H, D]``. With any other order the TPU compiler rearranges weigh
 uses them at different T. On CPUs the order is different, see `specsamp.models.cpu_weights`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -18,14 +16,11 @@ import jax.numpy as jnp
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
-from specsamp.models.interface import Block
+from specsamp.models.interface import Block, Kernels
 from specsamp.models.modules import Norm, declare, normalise, weight, zero_bias
 from specsamp.models.positions import apply_rope, relative_keys
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -44,7 +39,7 @@ class Attention(nn.Module):
     window: int | None = None
     # Of the input of queries, keys and values; None: the stream's width.
     input_width: int | None = None
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from jax.sharding import PartitionSpec
 
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import quantise
+from specsamp.models.interface import Kernels
 from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.slots import SLOTS_AXIS, cut_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
 from specsamp.pytrees import pytree
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -44,7 +42,7 @@ class LayerCache:
     slots only the scores are masked, and their values are still multiplied by 0.
     """
 
-    kernels: PallasKernels | None = dataclasses.field(default=None, metadata=dict(static=True))
+    kernels: Kernels | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
@@ -53,7 +51,7 @@ class LayerCache:
 
     @classmethod
     def zeros(
-        cls, layer: TransformerConfig, batch: int, slots: int, kernels: PallasKernels | None = None
+        cls, layer: TransformerConfig, batch: int, slots: int, kernels: Kernels | None = None
     ) -> Self:
         """Returns the empty cache of a layer of this shape. Every array has its own buffer, since
         donating a buffer twice is an error.
@@ -66,7 +64,7 @@ class LayerCache:
         return dataclasses.replace(arrays, kernels=kernels)
 
     @classmethod
-    def logical_axes(cls, kernels: PallasKernels | None = None) -> Self:
+    def logical_axes(cls, kernels: Kernels | None = None) -> Self:
         """Returns the logical axis names of every array, each a `PartitionSpec`."""
         specs = {
             name: PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes))
@@ -312,8 +310,8 @@ CACHES = {  # by whether keys and values are pairs, and by `TransformerConfig.ca
 
 
 def kind_of_cache(
-    layer: TransformerConfig, kernels: PallasKernels | None
-) -> tuple[type[LayerCache], PallasKernels | None]:
+    layer: TransformerConfig, kernels: Kernels | None
+) -> tuple[type[LayerCache], Kernels | None]:
     """Returns the class of a layer's cache, and the kernels for its heads."""
     kernels = kernels and kernels.for_heads(layer.head_size)
     is_paired = kernels is not None and layer.head_size == PAIRED_SIZE

@@ -4,11 +4,9 @@ Layers are unrolled, each with its own cache arrays; stacked weights under `lax.
 layer by layer. Names of parameters are those of checkpoints: they follow from the names below.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -20,14 +18,11 @@ from specsamp.models.cache import LayerCache, TokenCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
-from specsamp.models.interface import Block, DeviceLayout
+from specsamp.models.interface import Block, DeviceLayout, Kernels
 from specsamp.models.modules import FeedForward, Norm, declare, table, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
 from specsamp.models.visibility import positions_of
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -44,7 +39,7 @@ class Layer(nn.Module):
     experts: type[Experts] | None = None  # None: a layer without
     recurrence: type[GatedDelta] | None = None  # instead of attention
     layout: DeviceLayout = DeviceLayout()
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(
@@ -106,7 +101,7 @@ class Decoder(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     attention: ClassVar[type[Attention]] = Attention
     experts: ClassVar[type[Experts]] = Experts

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -25,13 +25,10 @@ from specsamp import validate
 from specsamp.models.attention import Attention
 from specsamp.models.cache import LayerCache
 from specsamp.models.heads import Head, HeadConfig, HeadModule
-from specsamp.models.interface import LayeredModel
+from specsamp.models.interface import Kernels, LayeredModel
 from specsamp.models.modules import FeedForward, Norm
 from specsamp.models.products import soft_cap
 from specsamp.models.visibility import BlockVisibility, positions_of
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 Caches = tuple[LayerCache, ...]
@@ -71,7 +68,7 @@ class BlockLayer(nn.Module):
     """A decoder layer whose attention also sees the context."""
 
     config: BlockConfig
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     def setup(self):
         layer = self.config.layer

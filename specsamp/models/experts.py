@@ -16,12 +16,10 @@ Over a mesh each device has a part of the width of each expert, or whole experts
 over the devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -30,12 +28,9 @@ from jax.sharding import PartitionSpec
 
 from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
-from specsamp.models.interface import DeviceLayout
+from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.modules import SharedExpert, declare, weight
 from specsamp.models.products import contract, contract_slice
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -57,7 +52,7 @@ class Experts(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     inner_spec: ClassVar[str] = "RD,FD->RF"  # of the products with gate and up
 
@@ -122,7 +117,7 @@ class SparseFeedForward(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:

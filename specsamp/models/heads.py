@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -24,13 +24,10 @@ from specsamp import validate
 from specsamp.models.cache import KERNEL_SLOTS, KVCache, LayerCache, kind_of_cache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
+from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
 from specsamp.models.modules import table, weight
 from specsamp.models.products import contract, full_precision
 from specsamp.models.visibility import positions_of
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 IDS_OF_BLOCK = 128  # that a kernel expands together
@@ -156,7 +153,7 @@ class HeadModule(nn.Module):
 
     config: HeadConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     def declare_ends(self) -> None:
         """Declares the embedding and the output, unless they are the target's."""
@@ -260,7 +257,7 @@ class Head:
 
     config: HeadConfig
     layout: DeviceLayout = DeviceLayout()
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -421,7 +418,7 @@ class Head:
                 return of_target(x_BTD)
             return self.layout.by_rows(self._apply("project", weights, x_BTD, offset))
 
-    def expand(self, weights: Any, logits: Array, kernels: PallasKernels | None = None) -> Array:
+    def expand(self, weights: Any, logits: Array, kernels: Kernels | None = None) -> Array:
         """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's
         vocabulary.
 

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from specsamp.pytrees import pytree
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
+    from specsamp.models.kernels.dispatch import PallasKernels as Kernels
+else:  # without an import of Pallas, which only kernels need
+    Kernels = Any
 
 Array = jax.Array
 
@@ -120,7 +122,7 @@ class LanguageModel(abc.ABC):
     # How many tokens before the start of its last call a call may begin, and its calls take
     # ``lengths_B``; None: any number.
     rewind: int | None = None
-    kernels: PallasKernels | None = None  # also for the warps of a loop; None: no kernels
+    kernels: Kernels | None = None  # also for the warps of a loop; None: no kernels
     # For programs that call the model as their target.
     compiler_options: tuple[tuple[str, str], ...] = ()
 

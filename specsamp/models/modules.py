@@ -2,11 +2,8 @@
 layer.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -14,10 +11,8 @@ import jax.numpy as jnp
 
 from specsamp.models.config import ACTIVATIONS, TransformerConfig
 from specsamp.models.int8 import Int8Weight
+from specsamp.models.interface import Kernels
 from specsamp.models.products import contract
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -77,7 +72,7 @@ class Norm(nn.Module):
 
     config: TransformerConfig
     axis: str = "embed"  # the logical name of the last axis
-    kernels: PallasKernels | None = None  # of the stream, which all devices have
+    kernels: Kernels | None = None  # of the stream, which all devices have
 
     def __call__(self, x):
         function, vectors = functools.partial(normalise, self.config), self.vectors(x.shape[-1])

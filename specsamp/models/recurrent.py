@@ -9,11 +9,9 @@ tokens before the last call. So a call reads one state and writes one, whatever 
 The inputs are those of the short convolution that comes before the rule. It is computed again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -25,13 +23,11 @@ from specsamp.models.cache import LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
 from specsamp.models.int8 import is_int8
+from specsamp.models.interface import Kernels
 from specsamp.models.modules import declare, weight
 from specsamp.models.products import contract
 from specsamp.models.slots import read_slots, write_slots
 from specsamp.pytrees import pytree
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -60,7 +56,7 @@ class RecurrentCache(LayerCache):
         layer: TransformerConfig,
         batch: int,
         slots: int = 0,
-        kernels: PallasKernels | None = None,
+        kernels: Kernels | None = None,
     ) -> Self:
         """Returns the cache of empty sequences, of the same size for any number of slots."""
         shape = layer.recurrent
@@ -117,7 +113,7 @@ class GatedDelta(nn.Module):
     """
 
     config: TransformerConfig
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,13 +27,10 @@ from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
-from specsamp.models.interface import Block, DeviceLayout, LayeredModel, Output
+from specsamp.models.interface import Block, DeviceLayout, Kernels, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 from specsamp.models.recurrent import REWIND, RecurrentCache, join_axes, join_parts
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels
 
 Array = jax.Array
 
@@ -55,7 +52,7 @@ class TransformerLM(LayeredModel):
 
     config: TransformerConfig
     weight_order: str = "default"
-    kernels: PallasKernels | None = None
+    kernels: Kernels | None = None
     layout: DeviceLayout = DeviceLayout()
 
     def __post_init__(self):
@@ -272,10 +269,10 @@ class TransformerLM(LayeredModel):
         return TransformerCache(layers=tuple(layers), tokens=tokens)
 
     @property
-    def _kinds_of_caches(self) -> list[tuple[type[LayerCache], PallasKernels | None]]:
+    def _kinds_of_caches(self) -> list[tuple[type[LayerCache], Kernels | None]]:
         """Returns the class of each layer's cache, and its kernels."""
 
-        def kind_of(i: int) -> tuple[type[LayerCache], PallasKernels | None]:
+        def kind_of(i: int) -> tuple[type[LayerCache], Kernels | None]:
             if self.config.is_recurrent(i):
                 return RecurrentCache, None
             if self.weight_order == "cpu" and self.config.cache_dtype is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.jax_names import pl, pltpu
-from specsamp.models.kernels.common import LANES, einsum_in_float32, in_hbm
+from specsamp.models.kernels.common import LANES, einsum_in_float32, in_hbm, iota
 
 Array = jax.Array
 
@@ -108,11 +108,11 @@ def _write_entries(old_MSH: Array, new_MTH: Array, before: Array, length: int) -
 
     def token(shape, part):
         """Returns the tokens of every fourth slot."""
-        return jax.lax.broadcasted_iota(jnp.int32, shape, 1) * parts + part - before
+        return iota(shape, 1) * parts + part - before
 
     each = [token((kv_heads, slots // parts, tokens), part) for part in range(parts)]
     token_MST = jnp.concatenate(each, axis=1)
-    is_token_MST = token_MST == jax.lax.broadcasted_iota(jnp.int32, token_MST.shape, 2)
+    is_token_MST = token_MST == iota(token_MST.shape, 2)
     # Exact; TPU v4 has no int8 products.
     rows = new_MTH.astype(jnp.bfloat16) if is_int8 else new_MTH
     moved_MSH = einsum_in_float32("mst,mth->msh", is_token_MST.astype(rows.dtype), rows)
@@ -130,5 +130,5 @@ def _write_entries(old_MSH: Array, new_MTH: Array, before: Array, length: int) -
 def _write_scales(old_M1S: Array, new_M1S: Array, before: Array, length: int) -> Array:
     """Rolls the tokens, which are the first entries, to their slots."""
     moved_M1S = pltpu.roll(new_M1S, before & old_M1S.shape[2] - 1, 2)
-    token_M1S = jax.lax.broadcasted_iota(jnp.int32, old_M1S.shape, 2) - before
+    token_M1S = iota(old_M1S.shape, 2) - before
     return jnp.where((token_M1S >= 0) & (token_M1S < length), moved_M1S, old_M1S)

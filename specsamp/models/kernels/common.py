@@ -25,6 +25,11 @@ def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Returns the index along an axis, int32."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
 def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Computes ``einsum(spec, x, y)`` of one floating dtype, summed in float32.
 
@@ -58,7 +63,7 @@ def by_place(x_RS: jax.Array) -> jax.Array:
     """Returns columns of slots in the order of `slot_of`, by gathers within registers."""
     rows, slots = x_RS.shape
     shape = max(rows, 2), LANES  # single rows cannot be gathered
-    slot_RL = slot_of(jax.lax.broadcasted_iota(jnp.int32, shape, 1))
+    slot_RL = slot_of(iota(shape, 1))
     parts = [
         jnp.take_along_axis(
             jnp.broadcast_to(x_RS[:, first : first + LANES], shape),

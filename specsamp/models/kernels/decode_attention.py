@@ -23,6 +23,7 @@ from specsamp.models.kernels.common import (
     by_place,
     einsum_in_float32,
     in_hbm,
+    iota,
     slot_of,
     widen,
 )
@@ -332,7 +333,7 @@ def _align(distances_MRX: Array, column: Array, count: int, length: int) -> Arra
     What is rolled in from the other side has a negative distance, and is not seen.
     """
     _, rows, width = distances_MRX.shape
-    query_RX = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+    query_RX = iota((rows, width), 0)
     if rows > length:  # queries of several heads
         query_RX = jax.lax.rem(query_RX, length)
     first = column + length - 1  # of the first query
@@ -431,7 +432,7 @@ def _seen(
     """Returns ``[R, count]`` bool: whether each query sees each slot from ``first`` on."""
 
     def slots(shape):
-        slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        slot = iota(shape, 1)
         return first + ((slot & -LANES) + slot_of(slot) if is_int8 else slot)
 
     slots_RS = slots((bounds_R2.shape[0], count))
@@ -440,5 +441,5 @@ def _seen(
         return seen
     # The tree's columns, each moved to its slot by a product with zeros and ones.
     shape = (tree_RX.shape[1], count)
-    moved = slots(shape) == tree_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    moved = slots(shape) == tree_start + iota(shape, 0)
     return seen | (einsum_in_float32("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specsamp.jax_names import pl, pltpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.delta_rule import CHUNK
-from specsamp.models.kernels.common import einsum_in_float32
+from specsamp.models.kernels.common import einsum_in_float32, iota
 from specsamp.models.recurrent import HELD, REWIND, normalise, scale_to_unit
 
 Array = jax.Array
@@ -99,14 +99,14 @@ def _kernel(
     moved_B[row] = position + jnp.where(is_chunk, CHUNK, 0)
 
     at = jnp.clip(offset, 0, HELD)
-    i_RX = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) - before - at
+    i_RX = iota((rows, 1), 0) - before - at
     new_TX = jnp.concatenate([x[0, 0, :, :mixed], x[0, 0, :, mixed + group * size :]], axis=1)
     gates_TY = x[0, 0, :, mixed : mixed + group * size].astype(jnp.float32)
     # What an earlier sequence left may be NaN.
     held_WX = jnp.where(is_new, 0.0, held[0, 0].astype(jnp.float32))
     empty_RX = jnp.zeros((rows - len(held_WX), held_WX.shape[1]), jnp.float32)
     held_RX = jnp.concatenate([held_WX, empty_RX])
-    is_token_RT = i_RX == jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
+    is_token_RT = i_RX == iota((rows, length), 1)
     moved_RX = _product("rt,tx->rx", is_token_RT.astype(new_TX.dtype), new_TX)
     held_RX = jnp.where((i_RX >= 0) & (i_RX < length), moved_RX, held_RX)
     kept = [held_RX[first : first + len(held_WX)] for first in (0, CHUNK)]
@@ -121,7 +121,7 @@ def _kernel(
     k_LK = scale_to_unit(convolved(held_RX, count, keys, 2 * keys))
     v_LY = convolved(held_RX, count, 2 * keys, mixed)
     shape_SR = before + length, rows
-    s_SR, r_SR = (jax.lax.broadcasted_iota(jnp.int32, shape_SR, axis) for axis in (0, 1))
+    s_SR, r_SR = (iota(shape_SR, axis) for axis in (0, 1))
     queries_RK = held_RX[:, :keys].astype(new_TX.dtype)
     last_SK = _product("sr,rk->sk", (r_SR == s_SR + at).astype(new_TX.dtype), queries_RK)
     q_TK = scale_to_unit(convolved(last_SK, length, 0, keys)) * keys**-0.5
@@ -129,9 +129,9 @@ def _kernel(
     rates_2g = rates[0].astype(jnp.float32)
     beta_Lg = jax.nn.sigmoid(gates_LX[:, :group]).astype(dtype).astype(jnp.float32)
     g_Lg = -jnp.exp(rates_2g[:1]) * jax.nn.softplus(gates_LX[:, group:] + rates_2g[1:])
-    i_LL, j_LL = (jax.lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    j_TL = jax.lax.broadcasted_iota(jnp.int32, (length, count), 1)
-    i_TL = jax.lax.broadcasted_iota(jnp.int32, (length, count), 0) + at
+    i_LL, j_LL = (iota((count, count), axis) for axis in (0, 1))
+    j_TL = iota((length, count), 1)
+    i_TL = iota((length, count), 0) + at
     alike_LL = _product("ik,jk->ij", k_LK, k_LK)
     scores_TL = _product("ik,jk->ij", q_TK, k_LK)
     lost = jnp.where((offset < 0) | (offset > HELD), jnp.nan, 0.0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specsamp.jax_names import pl, pltpu
 from specsamp.models.config import ACTIVATIONS, TransformerConfig
 from specsamp.models.int8 import Int8Weight, is_int8
-from specsamp.models.kernels.common import einsum_in_float32, in_hbm
+from specsamp.models.kernels.common import einsum_in_float32, in_hbm, iota
 
 Array = jax.Array
 
@@ -100,7 +100,7 @@ def _kernel(first, x, logits, *refs, config, names, part):
     first, (here, inner, _) = first[0], gate.shape
     parts = inner // part
     shares_RE = _shares(logits[...], experts.experts_per_token, experts.normalised)
-    lane_1E = jax.lax.broadcasted_iota(jnp.int32, (1, shares_RE.shape[1]), 1)
+    lane_1E = iota((1, shares_RE.shape[1]), 1)
     # Also by what is no number.
     is_chosen_1E = jnp.where(shares_RE != 0, 1, 0).max(axis=0, keepdims=True) > 0
     is_here_1E = (lane_1E >= first) & (lane_1E < first + here) & is_chosen_1E
@@ -164,7 +164,7 @@ def _kernel(first, x, logits, *refs, config, names, part):
 def _shares(logits_RE, chosen, normalised):
     """Computes `specsamp.models.experts.route`."""
     weights_RE = jnp.exp(logits_RE - logits_RE.max(axis=1, keepdims=True))
-    lane_RE = jax.lax.broadcasted_iota(jnp.int32, weights_RE.shape, 1)
+    lane_RE = iota(weights_RE.shape, 1)
     left_RE = weights_RE
     for _ in range(chosen):
         is_most_RE = left_RE == left_RE.max(axis=1, keepdims=True)
