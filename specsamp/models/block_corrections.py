@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
+from specsamp.arrays import pad_axis
 from specsamp.models.dflash import BlockConfig, Correction
 from specsamp.models.int8 import take_rows
 from specsamp.models.modules import declare, table, weight, zero_bias
@@ -165,7 +166,7 @@ class GroupedConvolution(nn.Module):
             of_rows = made_BTX[:, :, side].reshape(-1, config.block_size, taps, groups)
             for tap in range(taps):
                 base_GI = base_2CD[side, tap].reshape(shape[2:]).astype(x_BTD.dtype)
-                moved = jnp.pad(x_NbGI, ((0, 0), (tap, 0), (0, 0), (0, 0)))[:, : config.block_size]
+                moved = pad_axis(x_NbGI, 0, 1, before=tap)[:, : config.block_size]
                 y = y + moved * (base_GI[None, None] + of_rows[:, :, tap, :, None])
             return y.reshape(x_BTD.shape)
 

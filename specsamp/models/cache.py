@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp.arrays import pad_axis
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import quantise
 from specsamp.models.interface import Kernels
@@ -285,9 +286,7 @@ class PairedKVCache(LayerCache):
         are returned.
         """
         size = q_BNTH.shape[3]
-        return super().attend(
-            jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, 0), (0, size))), visible, **options
-        )[..., size:]
+        return super().attend(pad_axis(q_BNTH, size), visible, **options)[..., size:]
 
 
 @pytree

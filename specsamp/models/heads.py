@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
+from specsamp.arrays import pad_axis
 from specsamp.models.cache import KERNEL_SLOTS, KVCache, LayerCache, kind_of_cache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
@@ -241,7 +242,7 @@ def kernel_tables(ranks_V: Array, size: int) -> tuple[Array, Array]:
     """Returns ranks ``[1, V]``, and the least rank of each block of ids, ``[J]``, at most
     ``size``.
     """
-    padded = jnp.pad(ranks_V, (0, -len(ranks_V) % IDS_OF_BLOCK), constant_values=size)
+    padded = pad_axis(ranks_V, -len(ranks_V) % IDS_OF_BLOCK, value=size)
     return ranks_V[None], padded.reshape(-1, IDS_OF_BLOCK).min(-1)
 
 

@@ -9,6 +9,7 @@ table.
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Block
 from specsamp.models.slots import read_slots, write_slots
@@ -83,6 +84,6 @@ def _context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: 
     Entries before the beginning of a sequence are -1.
     """
     if memory_BS is None:
-        return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1)
-    padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
+        return pad_axis(tokens_BT, 0, before=before, value=-1)
+    padded_BS = pad_axis(memory_BS, 0, before=before, value=-1)
     return read_slots(padded_BS, start_B, before + tokens_BT.shape[1], axis=1)

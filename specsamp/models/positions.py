@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
+from specsamp.arrays import pad_axis
 from specsamp.models.slots import read_slots
 from specsamp.models.visibility import Visibility
 
@@ -170,14 +171,14 @@ def align_distances(scores_BXTS: Array, visible: Visibility) -> Array:
     if visible.block is not None:
         column_BTS = jnp.clip(slots - 1 - visible.distances(slots), 0, slots - 1)
         return jnp.take_along_axis(scores_BXTS, column_BTS[:, None], axis=-1)
-    padded = jnp.pad(scores_BXTS, [(0, 0)] * (scores_BXTS.ndim - 1) + [(0, slots)])
+    padded = pad_axis(scores_BXTS, slots)
     # Distance start + t - s lies in column S-1-start-t + s: one slice per sequence is enough for
     # all its queries.
     width = slots + num_queries - 1
     rows = read_slots(padded, slots - num_queries - start_B, width, padded.ndim - 1)
     # Rows of one column more, laid end to end, shift row t by t. (A slice for each query costs a
     # TPU more.)
-    flat = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])
+    flat = pad_axis(rows, 1)
     flat = flat.reshape(rows.shape[:-2] + (num_queries * (width + 1),))[..., num_queries - 1 :]
     flat = flat[..., : num_queries * width]
     return flat.reshape(rows.shape[:-2] + (num_queries, width))[..., :slots]

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp.arrays import pad_axis
 from specsamp.models.attention import project
 from specsamp.models.cache import LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
@@ -26,7 +27,7 @@ from specsamp.models.int8 import is_int8
 from specsamp.models.interface import Kernels
 from specsamp.models.modules import declare, weight
 from specsamp.models.products import contract
-from specsamp.models.slots import read_slots, write_slots
+from specsamp.models.slots import SLOTS_AXIS, read_slots, write_slots
 from specsamp.pytrees import pytree
 
 Array = jax.Array
@@ -79,7 +80,9 @@ class RecurrentCache(LayerCache):
         position_B = jnp.where(is_new_B, 0, self.position_B)
         # What an earlier sequence left may be NaN, whose product with 0 is NaN.
         kept = jnp.where(is_new_B[:, None, None, None], 0, self.inputs_BMWX)
-        inputs = _lengthen(kept.astype(self.inputs_BMWX.dtype), -(-length // CHUNK) * CHUNK)
+        inputs = pad_axis(
+            kept.astype(self.inputs_BMWX.dtype), -(-length // CHUNK) * CHUNK, SLOTS_AXIS
+        )
         at_B = before + jnp.clip(start_B - position_B, 0, HELD)
         inputs = write_slots(inputs, inputs_BMTX.astype(inputs.dtype), at_B)
         is_before = jnp.arange(inputs.shape[2])[None, None, :, None] < before
@@ -93,17 +96,13 @@ class RecurrentCache(LayerCache):
 
     def advance(self, state_BNKV: Array, num_chunks_B: Array, num_held: int) -> Self:
         """Moves on to a state that is ``num_chunks_B`` chunks later."""
-        inputs = _lengthen(self.inputs_BMWX, HELD)
+        inputs = pad_axis(self.inputs_BMWX, HELD, SLOTS_AXIS)
         return dataclasses.replace(
             self,
             state_BNKV=state_BNKV,
             inputs_BMWX=read_slots(inputs, num_chunks_B * CHUNK, num_held),
             position_B=self.position_B + num_chunks_B * CHUNK,
         )
-
-
-def _lengthen(inputs_BMWX: Array, more: int) -> Array:
-    return jnp.pad(inputs_BMWX, ((0, 0), (0, 0), (0, more), (0, 0)))
 
 
 class GatedDelta(nn.Module):

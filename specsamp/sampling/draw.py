@@ -11,6 +11,8 @@ rule uses it.
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
+
 Array = jax.Array
 
 BLOCK = 128  # tokens per block: the lane width of a TPU
@@ -29,8 +31,8 @@ def draw(weights: Array, uniforms: Array) -> Array:
     vocab_size = weights.shape[-1]
     size = min(BLOCK, vocab_size)
     count = -(-vocab_size // size)
-    padding = [(0, 0)] * (weights.ndim - 1) + [(0, count * size - vocab_size)]
-    blocks = jnp.pad(weights, padding).reshape(weights.shape[:-1] + (count, size))
+    padded = pad_axis(weights, count * size - vocab_size)
+    blocks = padded.reshape(weights.shape[:-1] + (count, size))
     block = _invert(blocks.sum(-1), uniforms[..., 0])
     within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
     return (block * size + _invert(within, uniforms[..., 1])).astype(jnp.int32)

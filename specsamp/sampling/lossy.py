@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
+from specsamp.arrays import pad_axis
 from specsamp.sampling.rejection import RejectionRule, TokenRule
 from specsamp.sampling.rules import Draft, Meter, at_tokens, divide, take_row
 
@@ -105,7 +106,7 @@ class LossyTokenRule(RejectionRule):
             """Adds a column for the appended token, and sets tokens that were not drafted or are
             not emitted to 0.
             """
-            return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(log_q.dtype)
+            return pad_axis(jnp.where(counts_BK, x_BK, 0), 1).astype(log_q.dtype)
 
         return Meter(variation=padded(rule.variation(log_q, log_p)), extra=padded(extra_BK))
 
@@ -228,7 +229,7 @@ class JointThreshold(LossyTokenRule):
         scores_BK = drawn_BK if draft.scores_BK is None else draft.scores_BK
         ratios_BK = at_tokens(target_log_probs[:, :-1], draft.tokens_BK) - scores_BK
         ratios_BK = jnp.where(draft.is_drafted_BK, ratios_BK, 0)
-        before_BK = jnp.cumsum(jnp.pad(ratios_BK, ((0, 0), (1, 0)))[:, :-1], axis=1)
+        before_BK = jnp.cumsum(pad_axis(ratios_BK, 0, before=1)[:, :-1], axis=1)
         return dataclasses.replace(self, margin=(before_BK + drawn_BK - scores_BK)[..., None])
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:

@@ -37,6 +37,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rng import Purpose, RoundKeys
 from specsamp.sampling.rules import (
@@ -163,8 +164,7 @@ class BlockRule(RejectionRule):
             return c_BK
         last = jnp.arange(1, K + 1)[None, :] == draft.num_drafted_B[:, None]
         # A_i looks one position ahead, so it exists for every drafted token but the last.
-        mass = self._mass_ahead(draft, target_log_probs, c_BK[:, :-1])
-        mass_BK = jnp.pad(mass, ((0, 0), (0, 1)))
+        mass_BK = pad_axis(self._mass_ahead(draft, target_log_probs, c_BK[:, :-1]), 1)
         total_BK = mass_BK + (1 - c_BK)  # the brackets make h exactly 1 at c = 1
         h_BK = divide(mass_BK, total_BK, 1)
         return jnp.where(draft.is_drafted_BK, jnp.where(last, c_BK, h_BK), 0)

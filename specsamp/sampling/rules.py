@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.pytrees import pytree
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.warp import Chain, Warp, advance_where, is_stateless, log_probs
@@ -287,6 +288,6 @@ def make_verdict(
     if rows_BT is not None:
         path_BD = jnp.take_along_axis(path_BD, jnp.maximum(rows_BT[:, 1:] - 1, 0), axis=1)
     positions, n_B1 = jnp.arange(path_BD.shape[1] + 1)[None, :], num_accepted_B[:, None]
-    tokens_BT = jnp.where(positions < n_B1, jnp.pad(path_BD, ((0, 0), (0, 1))), -1)
+    tokens_BT = jnp.where(positions < n_B1, pad_axis(path_BD, 1), -1)
     tokens_BT = jnp.where(positions == n_B1, last_B[:, None], tokens_BT)
     return Verdict(tokens_BT=tokens_BT, num_accepted_B=num_accepted_B, rows_BT=rows_BT, meter=meter)

@@ -41,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.arrays import pad_axis
 from specsamp.jax_names import core
 
 Array = jax.Array
@@ -490,11 +491,7 @@ ROWS, FOLDED = 8, (-2, -1)  # of the registers of a TPU; the axes of a folded vo
 def fold(x: Array, padding: float = 0.0) -> Array:
     """Folds ``[..., V]`` into ``[..., 8, V / 8]``."""
     missing = -x.shape[-1] % ROWS
-    x = (
-        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=padding)
-        if missing
-        else x
-    )
+    x = pad_axis(x, missing, value=padding) if missing else x
     # Without the barrier the compiler computes before it folds.
     return jax.lax.optimization_barrier(x.reshape(*x.shape[:-1], ROWS, -1))
 

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.jax_names import pl, pltpu
 from specsamp.models.kernels.common import LANES, einsum_in_float32, in_hbm, iota
 
@@ -51,7 +52,7 @@ def append_rows(
             )
         )
         if axis == 3:
-            x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3])))
+            x = pad_axis(x, width - x.shape[3])
         padded.append(x)
         of_new.append(pl.BlockSpec((1, *x.shape[1:]), lambda row, start_B: (row, 0, 0, 0)))
     return pl.pallas_call(

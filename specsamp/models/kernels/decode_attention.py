@@ -17,6 +17,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.jax_names import pl, pltpu
 from specsamp.models.kernels.common import (
     LANES,
@@ -71,8 +72,7 @@ class SeenSlots:
             start_B, seen_BTR = block.start_B, block.visible_BTR
             if window is not None:
                 seen_BTR &= seen_after(block) < window
-            padding = (0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES)
-            tree_BTR = jnp.pad(seen_BTR.astype(jnp.float32), padding)
+            tree_BTR = pad_axis(seen_BTR.astype(jnp.float32), -seen_BTR.shape[-1] % LANES)
         return cls(
             bounds_BT2=jnp.stack([first_BT, last_BT], axis=-1),
             last_B=visible.start_B + visible.num_queries - 1,

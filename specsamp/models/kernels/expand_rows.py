@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.jax_names import pl, pltpu
 from specsamp.models.kernels.common import LANES
 
@@ -32,7 +33,7 @@ def expand_rows(x_RU: Array, ranks_1V: Array, first_J: Array, *, interpret: bool
     (rows, size), num_ids = x_RU.shape, ranks_1V.shape[1]
     padding = max(-size % LANES, 2 * LANES - size)
     if padding:
-        x_RU = jnp.pad(x_RU, ((0, 0), (0, padding)))
+        x_RU = pad_axis(x_RU, padding)
     steps = pl.cdiv(num_ids, BLOCKS * LANES)
     rows_here = min(rows, ROWS)
     return pl.pallas_call(
