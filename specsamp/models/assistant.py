@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -134,10 +134,10 @@ class AssistantConfig(HeadConfig):
     num_centroids: int | None = None
     top_centroids: int = 32
 
-    module: ClassVar[type[HeadModule]] = Assistant
-    kind: ClassVar[str] = "assistant"
-    reads_final_norm: ClassVar[bool] = True
-    takes_target_width: ClassVar[bool] = True
+    module = Assistant
+    kind = "assistant"
+    reads_final_norm = True
+    takes_target_width = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -7,7 +7,7 @@ uses them at different T. On CPUs the order is different, see `specsamp.models.c
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -41,7 +41,7 @@ class Attention(nn.Module):
     input_width: int | None = None
     kernels: Kernels | None = None
 
-    table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
+    table_axes = "MSH"  # of the table of relative keys
 
     @nn.compact
     def __call__(

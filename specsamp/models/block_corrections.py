@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -99,7 +99,7 @@ class DSparkConfig(BlockConfig):
     markov_rank: int = 256
     confidence: str | None = "markov"
 
-    kind: ClassVar[str] = "DSpark"
+    kind = "DSpark"
 
     def __post_init__(self):
         super().__post_init__()
@@ -190,7 +190,7 @@ class DFlash2Config(BlockConfig):
     selector_rank: int = 256
     selector_top_k: int = 16
 
-    kind: ClassVar[str] = "DFlash 2"
+    kind = "DFlash 2"
 
     def __post_init__(self):
         super().__post_init__()

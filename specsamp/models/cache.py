@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -272,7 +272,7 @@ class PairedKVCache(LayerCache):
     A TPU keeps rows of 128 entries, so that two arrays of 64 would be half empty.
     """
 
-    apart: ClassVar[type[LayerCache]] = KVCache
+    apart = KVCache
 
     pairs_BMSH: Array
 
@@ -293,7 +293,7 @@ class PairedKVCache(LayerCache):
 class PairedInt8KVCache(PairedKVCache):
     """A `PairedKVCache` in int8, with the scales of `Int8KVCache`."""
 
-    apart: ClassVar[type[LayerCache]] = Int8KVCache
+    apart = Int8KVCache
 
     key_scales_BM1S: Array
     value_scales_BM1S: Array

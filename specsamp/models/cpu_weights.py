@@ -12,7 +12,7 @@ in blocks (`Int8Blocks`), the float32 values stay in the CPU's cache, and a quar
 read from memory.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def _join_heads(*parts_NDH: Array) -> Array:
 class CPUAttention(Attention):
     """`Attention` with one projection for queries, keys and values."""
 
-    table_axes: ClassVar[str] = "MHS"
+    table_axes = "MHS"
 
     def project_heads(self, x_BTD: Array) -> tuple[Array, ...]:
         config, (batch, length) = self.config, x_BTD.shape[:2]
@@ -100,7 +100,7 @@ class CPUGatedDelta(GatedDelta):
 class CPUExperts(Experts):
     """`Experts` whose gate and up are ``[E, D, F]``."""
 
-    inner_spec: ClassVar[str] = "RD,DF->RF"
+    inner_spec = "RD,DF->RF"
 
     def declare(self, name: str, fan_in: int) -> Array:
         return self.get_variable("params", name)
@@ -109,9 +109,9 @@ class CPUExperts(Experts):
 class CPUDecoder(Decoder):
     """`Decoder` for the weights of `to_cpu_order`."""
 
-    attention: ClassVar[type[Attention]] = CPUAttention
-    experts: ClassVar[type[Experts]] = CPUExperts
-    recurrence: ClassVar[type[GatedDelta]] = CPUGatedDelta
+    attention = CPUAttention
+    experts = CPUExperts
+    recurrence = CPUGatedDelta
 
     def declare_output(self) -> Array:
         return self.get_variable("params", UNEMBEDDING)

@@ -6,7 +6,6 @@ layer by layer. Names of parameters are those of checkpoints: they follow from t
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -103,9 +102,9 @@ class Decoder(nn.Module):
     layout: DeviceLayout = DeviceLayout()
     kernels: Kernels | None = None
 
-    attention: ClassVar[type[Attention]] = Attention
-    experts: ClassVar[type[Experts]] = Experts
-    recurrence: ClassVar[type[GatedDelta]] = GatedDelta
+    attention = Attention
+    experts = Experts
+    recurrence = GatedDelta
 
     def setup(self):
         config, experts, layout, kernels = self.config, self.experts, self.layout, self.kernels

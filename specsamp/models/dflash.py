@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -200,12 +200,12 @@ class BlockConfig(HeadConfig):
     embedding_scale: float = 1.0
     output_scale: float = 1.0
 
-    module: ClassVar[type[HeadModule]] = BlockModule
-    kind: ClassVar[str] = "DFlash"
-    fused: ClassVar[tuple[str, ...]] = ("fc",)
-    drafts_blocks: ClassVar[bool] = True
+    module = BlockModule
+    kind = "DFlash"
+    fused = ("fc",)
+    drafts_blocks = True
     # What the log-odds of acceptance are made of; None: there are none.
-    confidence: ClassVar[str | None] = None
+    confidence = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -5,7 +5,6 @@ switches of public heads.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +51,9 @@ class Eagle1Config(HeadConfig):
 
     fc_bias: bool = True
 
-    module: ClassVar[type[HeadModule]] = Eagle1
-    kind: ClassVar[str] = "EAGLE-1"
-    reads_final_norm: ClassVar[bool] = True
+    module = Eagle1
+    kind = "EAGLE-1"
+    reads_final_norm = True
 
 
 class Eagle3(HeadModule):
@@ -113,9 +112,9 @@ class Eagle3Config(HeadConfig):
     fc_norm: bool = False
     norm_output: bool = False
 
-    module: ClassVar[type[HeadModule]] = Eagle3
-    kind: ClassVar[str] = "EAGLE-3"
-    fused: ClassVar[tuple[str, ...]] = ("fc",)
+    module = Eagle3
+    kind = "EAGLE-3"
+    fused = ("fc",)
 
     def __post_init__(self):
         super().__post_init__()

@@ -19,7 +19,7 @@ over the devices.
 import contextlib
 import functools
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -54,7 +54,7 @@ class Experts(nn.Module):
     layout: DeviceLayout = DeviceLayout()
     kernels: Kernels | None = None
 
-    inner_spec: ClassVar[str] = "RD,FD->RF"  # of the products with gate and up
+    inner_spec = "RD,FD->RF"  # of the products with gate and up
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -92,10 +92,10 @@ class MedusaConfig(HeadConfig):
     num_heads: int
     bias: bool = True
 
-    module: ClassVar[type[HeadModule]] = Medusa
-    kind: ClassVar[str] = "Medusa"
-    has_layer: ClassVar[bool] = False
-    reads_final_norm: ClassVar[bool] = True
+    module = Medusa
+    kind = "Medusa"
+    has_layer = False
+    reads_final_norm = True
 
     def begin(self, params: Any, output_UD: jax.Array, scale_D: jax.Array | None) -> Any:
         """Returns the parameters with the target's output matrix in every head."""

@@ -8,7 +8,7 @@ k, counted from 0, reads the features of module k - 1 and the token k + 1 positi
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -133,8 +133,8 @@ class MTPConfig(HeadConfig):
     hidden_first: bool = False
     norm_output: bool = False
 
-    module: ClassVar[type[HeadModule]] = MTP
-    kind: ClassVar[str] = "MTP"
+    module = MTP
+    kind = "MTP"
 
     def __post_init__(self):
         super().__post_init__()

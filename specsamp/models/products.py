@@ -9,7 +9,6 @@ nine times as long.
 
 import contextlib
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -114,42 +113,27 @@ def _int8_sums(spec: str, x: Array, y: Int8Weight, copies: int | None) -> Array:
 
     if not isinstance(y, Int8Blocks) or y.size <= WHOLE * WIDENED_ENTRIES:
         return multiply(x, values)
-    count = -(-y.size // WIDENED_ENTRIES)
-    is_wide = values.shape[1] > WIDE * values.shape[0]
-    return (_by_columns if is_wide else _by_rows)(multiply, x, values, count)
 
-
-def _by_rows(multiply: Callable, x: Array, values: Array, count: int) -> Array:
-    """Adds up the products of blocks of rows; all sums are read and written for each block."""
-    summed, outputs = values.shape
-    rows = max(summed // count, 1)
-
-    def add_block(i: Array, sums: Array) -> Array:
+    def add_rows(start: Array | int, size: int, sums: Array) -> Array:
+        """Adds the products of a block of rows; all sums are read and written for each block."""
         x_block, block = (
-            jax.lax.dynamic_slice_in_dim(z, i * rows, rows, axis)
-            for z, axis in ((x, -1), (values, 0))
+            jax.lax.dynamic_slice_in_dim(z, start, size, axis) for z, axis in ((x, -1), (values, 0))
         )
         return sums + multiply(x_block, block)
 
+    def put_columns(start: Array | int, size: int, sums: Array) -> Array:
+        """Computes the products of a block of columns; each sum is written once."""
+        block = jax.lax.dynamic_slice_in_dim(values, start, size, 1)
+        return jax.lax.dynamic_update_slice_in_dim(sums, multiply(x, block), start, -1)
+
+    summed, outputs = values.shape
     sums = jnp.zeros((*x.shape[:-1], outputs), jnp.float32)
-    sums = jax.lax.fori_loop(0, summed // rows, add_block, sums)
-    rest = summed // rows * rows
-    return sums if rest == summed else sums + multiply(x[..., rest:], values[rest:])
-
-
-def _by_columns(multiply: Callable, x: Array, values: Array, count: int) -> Array:
-    """Concatenates the products of blocks of columns; each sum is written once."""
-    outputs = values.shape[1]
-    columns = max(outputs // count, 1)
-
-    def put_block(i: Array, sums: Array) -> Array:
-        block = jax.lax.dynamic_slice_in_dim(values, i * columns, columns, 1)
-        return jax.lax.dynamic_update_slice_in_dim(sums, multiply(x, block), i * columns, -1)
-
-    sums = jnp.zeros((*x.shape[:-1], outputs), jnp.float32)
-    sums = jax.lax.fori_loop(0, outputs // columns, put_block, sums)
-    rest = outputs // columns * columns
-    return sums if rest == outputs else sums.at[..., rest:].set(multiply(x, values[:, rest:]))
+    is_wide = outputs > WIDE * summed
+    add, total = (put_columns, outputs) if is_wide else (add_rows, summed)
+    size = max(total // -(-y.size // WIDENED_ENTRIES), 1)
+    sums = jax.lax.fori_loop(0, total // size, lambda i, sums: add(i * size, size, sums), sums)
+    rest = total % size
+    return add(total - rest, rest, sums) if rest else sums
 
 
 def _einsum(spec, precision, x, y, dtype):

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +114,8 @@ class TreeRule(Rule):
     children: str = DISTINCT
 
     trees, chains = True, False
-    of_chains: ClassVar[Rule] = TokenRule()
-    known_children: ClassVar[tuple[str, ...]] = CHILDREN
+    of_chains = TokenRule()
+    known_children = CHILDREN
 
     def __post_init__(self):
         validate.choice("children", self.children, self.known_children)
@@ -260,7 +259,7 @@ class KSeqRule(RecursiveRule):
 
     children: str = INDEPENDENT
 
-    known_children: ClassVar[tuple[str, ...]] = (INDEPENDENT,)
+    known_children = (INDEPENDENT,)
 
     def judge(
         self, target_BV: Array, draft_BV: Array | None, family: Siblings
@@ -308,7 +307,7 @@ class TraversalRule(TreeRule):
     It warps all rows, and subtracts once for each rejected node.
     """
 
-    of_chains: ClassVar[Rule] = BlockRule()
+    of_chains = BlockRule()
 
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
         K, depth = uniforms_BK.shape[1], draft.most_accepted
