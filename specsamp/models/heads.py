@@ -29,6 +29,7 @@ from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageMode
 from specsamp.models.modules import table, weight
 from specsamp.models.products import contract, full_precision
 from specsamp.models.visibility import positions_of
+from specsamp.sampling.rules import take_row
 
 Array = jax.Array
 IDS_OF_BLOCK = 128  # that a kernel expands together
@@ -495,6 +496,4 @@ class FeatureHead(Head):
     def take(self, features_BTD: Array, row_B: Array) -> Array:
         """Returns the features of one position of each sequence, ``[B, D]``."""
         row_B = self.layout.on_all_devices(row_B)
-        return self.layout.on_all_devices(
-            jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]
-        )
+        return self.layout.on_all_devices(take_row(features_BTD, row_B))

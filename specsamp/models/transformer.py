@@ -256,30 +256,27 @@ class TransformerLM(LayeredModel):
     def init_cache(self, batch: int, slots: int) -> TransformerCache:
         config = self.config
         tokens = TokenCache(tokens_BS=jnp.zeros((batch, slots), jnp.int32))
+        kinds = map(self._kind_of_cache, range(self.num_layers))
         layers = [
             kind.zeros(config.of_layer(i), batch, slots, kernels)
-            for i, (kind, kernels) in enumerate(self._kinds_of_caches)
+            for i, (kind, kernels) in enumerate(kinds)
         ]
         return TransformerCache(layers=tuple(layers), tokens=tokens if config.ngram_rows else None)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
         tokens = TokenCache.logical_axes() if self.config.ngram_rows else None
-        layers = [kind.logical_axes(kernels) for kind, kernels in self._kinds_of_caches]
+        kinds = map(self._kind_of_cache, range(self.num_layers))
+        layers = [kind.logical_axes(kernels) for kind, kernels in kinds]
         return TransformerCache(layers=tuple(layers), tokens=tokens)
 
-    @property
-    def _kinds_of_caches(self) -> list[tuple[type[LayerCache], Kernels | None]]:
-        """Returns the class of each layer's cache, and its kernels."""
-
-        def kind_of(i: int) -> tuple[type[LayerCache], Kernels | None]:
-            if self.config.is_recurrent(i):
-                return RecurrentCache, None
-            if self.weight_order == "cpu" and self.config.cache_dtype is None:
-                return TransposedKVCache, None
-            return kind_of_cache(self.config.of_layer(i), self.kernels)
-
-        return [kind_of(i) for i in range(self.num_layers)]
+    def _kind_of_cache(self, layer: int) -> tuple[type[LayerCache], Kernels | None]:
+        """Returns the class of a layer's cache, and its kernels."""
+        if self.config.is_recurrent(layer):
+            return RecurrentCache, None
+        if self.weight_order == "cpu" and self.config.cache_dtype is None:
+            return TransposedKVCache, None
+        return kind_of_cache(self.config.of_layer(layer), self.kernels)
 
     def compact(
         self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int

@@ -92,7 +92,7 @@ class Draft:
         """
         if self.log_probs_BRV is None:
             return None
-        return jnp.exp(read_row(self.log_probs_BRV, self.law_rows(row_B)))
+        return jnp.exp(take_row(self.log_probs_BRV, self.law_rows(row_B)))
 
 
 @pytree
@@ -165,7 +165,7 @@ class TargetDistributions:
         Args:
           warp_state: after the path to this row, from `advance`; ``self.warp_state`` at row 0.
         """
-        return log_probs(self.warp, read_row(self.logits_BTV, row_B), warp_state)
+        return log_probs(self.warp, take_row(self.logits_BTV, row_B), warp_state)
 
     def advance(self, warp_state: Any, token_B: Array, moves_B: Array) -> Any:
         """Returns the warp's state after one more token where ``moves_B`` is true, and the old
@@ -250,9 +250,12 @@ def count_leading(is_true_BK: Array) -> Array:
 
 
 def take_row(x_BT: Array, row_B: Array) -> Array:
-    """Returns ``x_BT[b, row_B[b]]``, of an array with any further axes."""
-    index_B1 = jnp.expand_dims(row_B, range(1, x_BT.ndim))
-    return jnp.take_along_axis(x_BT, index_B1, axis=1)[:, 0]
+    """Returns ``x_BT[b, row_B[b]]``, of an array with any further axes.
+
+    By `jax.vmap`: read one by one, sequences that are split over a mesh would all move to one
+    device.
+    """
+    return jax.vmap(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x_BT, row_B)
 
 
 def at_tokens(x_TV: Array, tokens_T: Array) -> Array:
@@ -263,15 +266,6 @@ def at_tokens(x_TV: Array, tokens_T: Array) -> Array:
 def divide(x: Array, total: Array, otherwise: Array | float) -> Array:
     """Returns ``x / total``, and ``otherwise`` where the total is not positive."""
     return jnp.where(total > 0, x / jnp.where(total > 0, total, 1), otherwise)
-
-
-def read_row(x_BTV: Array, row_B: Array) -> Array:
-    """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``; a vocabulary may be folded.
-
-    By `jax.vmap`: read one by one, sequences that are split over a mesh would all move to one
-    device.
-    """
-    return jax.vmap(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x_BTV, row_B)
 
 
 def make_verdict(

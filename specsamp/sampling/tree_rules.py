@@ -43,7 +43,6 @@ from specsamp.sampling.rules import (
     Verdict,
     divide,
     make_verdict,
-    read_row,
     take_row,
 )
 from specsamp.sampling.warp import FOLDED, fold, token_ids, unfold
@@ -333,7 +332,7 @@ class TraversalRule(TreeRule):
             )
 
         state = jax.lax.fori_loop(0, K, visit, state)
-        weights = read_row(state.target_BT, take_row(state.rows_BT, state.num_accepted_B))
+        weights = take_row(state.target_BT, take_row(state.rows_BT, state.num_accepted_B))
         return Walk(
             rows_BT=state.rows_BT,
             num_accepted_B=state.num_accepted_B,
@@ -402,8 +401,8 @@ class _Traversal:
         distributions.
         """
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
-        of_target = read_row(self.target_BT, parent_B)
-        of_draft = None if self.draft_BT is None else read_row(self.draft_BT, parent_B)
+        of_target = take_row(self.target_BT, parent_B)
+        of_draft = None if self.draft_BT is None else take_row(self.draft_BT, parent_B)
         law = law_of(of_draft, token_B, take_row(self.is_chosen_BK, node_B), of_target)
         subtracts_B = rejects_B & (take_token(law, token_B) > 0)
         weight_B = take_row(self.weights_BT, parent_B)

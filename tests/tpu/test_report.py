@@ -28,7 +28,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.medusa import MedusaConfig
-from specsamp.sampling.rules import read_row
+from specsamp.sampling.rules import take_row
 from specsamp.tpu.lowering import Programs, WindowStep, sharded_head_model
 from specsamp.tpu.pair_report import compile_report, compiled_costs
 from specsamp.tpu.program import largest_buffers
@@ -264,7 +264,7 @@ def test_rows_of_a_tree_are_read_without_collectives():
     on_all = NamedSharding(mesh, PartitionSpec())
     x_BTV = jax.ShapeDtypeStruct((8, 6, 4096), jnp.float32, sharding=by_rows)
     row_B = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=on_all)
-    made = jax.jit(read_row, out_shardings=by_rows).lower(x_BTV, row_B).compile()
+    made = jax.jit(take_row, out_shardings=by_rows).lower(x_BTV, row_B).compile()
     assert not re.search(r" (all-|collective-)[a-z]+(-start)?\(", made.as_text())
     assert made.cost_analysis()["bytes accessed"] < 8 * 6 * 4096 * 4
 
