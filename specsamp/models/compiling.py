@@ -1,4 +1,4 @@
-"""Compiler options for programs that call a model, and the number of rows that are unrolled.
+"""Compiler options for programs that call a model.
 
 XLA's CPU backend computes float32 products with YNNPACK, whose time grows with every row: scoring 5
 to 7 rows took 20 to 40% longer than with Eigen, which takes as long for seven rows as for two. For
@@ -14,12 +14,6 @@ import jax
 import jax.numpy as jnp
 
 Options = tuple[tuple[str, str], ...]
-
-# Up to about this many rows, unrolled code is the cheapest way to read and write at a different
-# offset in each row. With more rows the program would grow too large, and the compiler makes a loop
-# over the rows.
-MAX_UNROLLED_ROWS = 32
-
 
 # Of a CPU: Eigen multiplies few rows; LLVM optimises little, so compiling takes a fifth less time,
 # and programs are as fast.

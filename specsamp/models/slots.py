@@ -15,11 +15,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specsamp.models.compiling import MAX_UNROLLED_ROWS
-
 Array = jax.Array
 
 SLOTS_AXIS = 2
+# Up to about this many rows, unrolled code is the cheapest way to read and write at a different
+# offset in each row. With more rows the program would grow too large, and the compiler makes a loop
+# over the rows.
+MAX_UNROLLED_ROWS = 32
 
 
 def write_slots(

@@ -27,8 +27,8 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.state import RequestBatch, Weights
-from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import draft_1m, target_38m
+from specsamp.models.slots import MAX_UNROLLED_ROWS
 from support.extras import slow_but
 from support.weights import shapes_of
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from specsamp.models.compiling import MAX_UNROLLED_ROWS
-from specsamp.models.slots import move_slots, write_slots
+from specsamp.models.slots import MAX_UNROLLED_ROWS, move_slots, write_slots
 
 STARTS = (-40, -5, -2, -1, 0, 1, 3, 27, 28, 29, 30, 31, 32, 33, 40, 2**30)
 SLOTS = 32

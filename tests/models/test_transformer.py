@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specsamp.models import attention
-from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import tiny
 from specsamp.models.positions import RotaryScaling
+from specsamp.models.slots import MAX_UNROLLED_ROWS
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.calls import call, forward, some_tokens, stale_cache
 from support.extras import slow_but

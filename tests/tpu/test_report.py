@@ -19,9 +19,8 @@ from specsamp import RecursiveRule, TokenRule, TransformerLM, TreeShape, chain, 
 from specsamp.analysis.report import as_json
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
-from specsamp.models import positions
 from specsamp.models import slots as cache_slots
-from specsamp.models.compiling import MAX_UNROLLED_ROWS, ON_TPU, is_out_of_memory
+from specsamp.models.compiling import ON_TPU, is_out_of_memory
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
@@ -270,13 +269,12 @@ def test_rows_of_a_tree_are_read_without_collectives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (1, 5)])
+@pytest.mark.parametrize("unrolled, loops", [(cache_slots.MAX_UNROLLED_ROWS, 0), (1, 5)])
 def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     """Keys, values and relative scores have an offset for each row: a scatter or gather would be a
     loop on a TPU.
     """
-    for module in (positions, cache_slots):
-        monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
+    monkeypatch.setattr(cache_slots, "MAX_UNROLLED_ROWS", unrolled)
     made = programs(described_mesh(TOPOLOGY), 1, batch=2, slots=512, vocab_size=4096)
     text = made.call(made.target, 2).compile(compiler_options=dict(ON_TPU)).as_text()
     assert text.count(" while(") == loops
