@@ -8,7 +8,7 @@ k, counted from 0, reads the features of module k - 1 and the token k + 1 positi
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -17,9 +17,6 @@ from specsamp.models.cache import KVCache
 from specsamp.models.experts import SparseFeedForward
 from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
 from specsamp.models.modules import FeedForward, Norm
-
-if TYPE_CHECKING:
-    pass
 
 Array = jax.Array
 

@@ -71,7 +71,7 @@ def positions_of(start_B: Array, length: int, block: Block | None = None) -> Arr
     """Returns the positions of the tokens of a call, int32 ``[B, T]``."""
     if block is not None:
         return block.positions_BT
-    return start_B[:, None] + jnp.arange(length)[None]
+    return start_B[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

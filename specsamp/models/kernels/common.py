@@ -110,7 +110,7 @@ def in_one_kernel(
             if is_cut:
                 sizes[axis] = size
             place = [is_cut and at == axis for at in range(x.ndim)]
-            return pl.BlockSpec(sizes, lambda i: tuple(i if moves else 0 for moves in place))
+            return pl.BlockSpec(tuple(sizes), lambda i: tuple(i if moves else 0 for moves in place))
 
         options = {
             "grid": (steps or stream_steps(first),),
