@@ -205,6 +205,7 @@ class TransformerLM(LayeredModel):
     def for_mesh(self, layout: DeviceLayout) -> TransformerLM:
         """Returns the model in the default weight order: a CPU's joined heads cannot be split."""
         kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
+        layout = self.layout if self.config.experts is None else layout
         return dataclasses.replace(self, weight_order="default", kernels=kernels, layout=layout)
 
     def weight_axes(self) -> Any:
