@@ -8,18 +8,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from specsamp.pytrees import pytree
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import PallasKernels as Kernels
-else:  # without an import of Pallas, which only kernels need
-    Kernels = Any
+from specsamp.sampling.warp import RowKernels
 
 Array = jax.Array
 
@@ -105,6 +101,45 @@ class DeviceLayout:
 
     def shardings(self, axes: Any, shapes: Any) -> Any:
         return jax.tree.map(lambda _: SingleDeviceSharding(self.device), shapes)
+
+
+class Kernels(RowKernels, Protocol):
+    """The kernels that a model calls; `specsamp.models.kernels.dispatch.PallasKernels` has them."""
+
+    def for_heads(self, head_size: int) -> Kernels | None:
+        """Returns the kernels, or None if they do not take heads of this size."""
+
+    def take(self, num_slots: int, length: int, group: int = 1) -> bool:
+        """Returns whether `attend` and `write` are kernels for a call of ``length`` tokens."""
+
+    def attend(self, q_BNTH: Array, cache: Any, visible: Any, **options: Any) -> Array:
+        """Computes `specsamp.models.cache.LayerCache.attend`, with its arguments."""
+
+    def write(
+        self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array
+    ) -> tuple[Array, ...]:
+        """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..``."""
+
+    def take_small(self, x: Array) -> bool:
+        """Returns whether `fuse` computes functions of ``x`` in one kernel."""
+
+    def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
+        """Computes a function of arrays and trees of arrays; ``axes`` split their axis 1."""
+
+    def expand(self, logits: Array, ranks_1V: Array, first_J: Array) -> Array:
+        """Computes `specsamp.models.heads.Head.expand` for a reduced vocabulary."""
+
+    def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
+        """Returns whether `mix_experts` takes matrices ``part``, ``[E', F, D]`` on a device."""
+
+    def mix_experts(self, config: Any, *arrays: Any) -> Array:
+        """Routes tokens; returns the sum of the experts' results, ``[R, D]`` float32."""
+
+    def take_delta(self, shape: Any) -> bool:
+        """Returns whether `step_delta` is a kernel for a `RecurrentConfig`."""
+
+    def step_delta(self, config: Any, *arrays: Any) -> Any:
+        """Computes `specsamp.models.recurrent.mix` for tokens that may be removed again."""
 
 
 class LanguageModel(abc.ABC):

@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,14 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     return warp(logits, state)
 
 
-def with_kernels(warp: Warp, kernels: Any | None) -> Warp:
+class RowKernels(Protocol):
+    """The kernels of warps, a part of `specsamp.models.interface.Kernels`."""
+
+    def row_by_row(self, function: Callable[..., Array], x: Array, numbers: Any) -> Array:
+        """Computes a function of ``[..., X, Y]`` and a tree of ``[..., 1, 1]``, row by row."""
+
+
+def with_kernels(warp: Warp, kernels: RowKernels | None) -> Warp:
     """Returns a warp whose parts without a state are kernels, or XLA's operations if ``kernels`` is
     None.
     """
@@ -260,8 +267,7 @@ def for_rows(warp: Warp, rows: int) -> Warp:
 @dataclasses.dataclass(frozen=True)
 class Chain(Warp):
     warps: tuple[Warp, ...]
-    # For the warps without a state, see `specsamp.models.kernels.dispatch`; static.
-    kernels: Any | None = None
+    kernels: RowKernels | None = None  # for the warps without a state; static
 
     @property
     def may_exclude_all(self) -> bool:

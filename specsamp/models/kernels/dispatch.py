@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from specsamp import validate
 from specsamp.models.cache import PAIRED_SIZE, LayerCache
 from specsamp.models.config import RecurrentConfig, TransformerConfig
-from specsamp.models.interface import DeviceLayout
+from specsamp.models.interface import DeviceLayout, Kernels
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import (
     LANES,
@@ -41,7 +41,7 @@ ATTENTION = ("auto", "plain", "kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PallasKernels:
+class PallasKernels(Kernels):
     """Says how a model calls kernels; static.
 
     Calls of many tokens, which read prompts, have kernels for norms alone; so have all caches whose
