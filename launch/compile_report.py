@@ -56,8 +56,8 @@ _OUTPUT = entry.define("output")
 def main() -> None:
     console = entry.make_console()
     config = _CONFIG.read(NOT_COMPILED, "a report is of --slots, and nothing is decoded")
-    if config.word.draft != "model":
-        why = f"a report splits drafter={config.drafter} as the target"
+    if config.word.draft is None:
+        why = f"drafter={config.drafter} lies as the target"
         _CONFIG.refuse_fields(["mesh.draft_model_parallelism"], why)
     entry.check_result(_OUTPUT.value)
     programs = programs_of(config, console)
@@ -132,7 +132,7 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
     )
     if head is not None:
         console.print(f"the head is of the kind {head.config.kind}")
-    layout = draft_layout(mesh, parallelism if word.draft == "model" else None)
+    layout = draft_layout(mesh, parallelism if word.draft else None)
     return Programs(
         target=shard_model(target, Layout.tensor_parallel(mesh)),
         draft=shard_model(draft, layout)

@@ -269,7 +269,7 @@ def compile_report(config: ExperimentConfig) -> Found:
     command += [f"--config={text}", f"--topology={topology}", f"--slots={slots}"]
     known = known_fields(_CONFIG.fields)
     refused = {*NOT_COMPILED}
-    if config.word.draft != "model":
+    if config.word.draft is None:
         refused.add("mesh.draft_model_parallelism")
     changes = [name for name in _CONFIG.fields_set if not {name, name.partition(".")[0]} & refused]
     command += [f"--config.{name}={known[name]}" for name in changes]

@@ -16,6 +16,7 @@ from launch.lib.fields import ExperimentConfig
 from specsamp.jax_names import topologies
 from specsamp.mesh import slices, torus
 from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import draft_layout
 from specsamp.tpu.topology import described_mesh
 from support import extras
 from support.refusals import refusal
@@ -154,6 +155,7 @@ def test_closed_axes_are_in_row_major_order():
         ("v6e:16x16", (chinchilla, "v6e-256"), dict(drafter="early_exit", exit_layer=10)),
         ("v5p:4x4x8", (chinchilla, "v5p-256"), {}),
         ("v6e:4x4", (hf, "llama-70b"), {}),
+        ("v5e:2x2", (hf, "llama-8b-eagle3"), dict(mesh=dict(model=4, draft_model_parallelism=1))),
     ],
 )
 def test_configuration_has_the_mesh_of_its_report(topology, config, changes, monkeypatch):
@@ -167,8 +169,11 @@ def test_configuration_has_the_mesh_of_its_report(topology, config, changes, mon
         report = importlib.import_module("launch.compile_report")
     for name, given in dict(_TOPOLOGY=topology, _SLOTS=2048).items():
         monkeypatch.setattr(report, name, types.SimpleNamespace(value=given))
-    described = report.programs_of(config, quiet()).mesh
+    programs = report.programs_of(config, quiet())
+    described = programs.mesh
     assert ids(mesh) == ids(described) and mesh.shape == described.shape
+    of_draft = fields.draft_devices if config.word.draft else None
+    assert programs.draft.layout.over == draft_layout(mesh, of_draft).over
     assert are_boxes(places(mesh).reshape(fields.data, fields.model, 4))
 
 
