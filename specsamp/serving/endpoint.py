@@ -229,17 +229,19 @@ class Endpoint:
             raise ApiError(
                 "compressed bodies are not taken: leave content-encoding out", status=415
             )
-        # The server has checked that it is a number.
-        body, announced = bytearray(), int(request.headers.get("content-length", 0))
+        too_large = ApiError(
+            f"the body is larger than the {self.max_body} bytes that are taken", status=413
+        )
+        # The server has checked that it is a number. A body that is too large is not awaited.
+        if int(request.headers.get("content-length", 0)) > self.max_body:
+            raise too_large
+        body = bytearray()
         try:
             async with asyncio.timeout(self.timeout):
                 async for part in request.stream():
                     body += part
-                    if max(len(body), announced) > self.max_body:
-                        raise ApiError(
-                            f"the body is larger than the {self.max_body} bytes that are taken",
-                            status=413,
-                        )
+                    if len(body) > self.max_body:
+                        raise too_large
         except TimeoutError as error:
             raise ApiError(
                 f"the body did not come within {self.timeout:g} seconds", status=408

@@ -305,6 +305,7 @@ def test_a_key_a_size_and_a_time(strict, service):
     head += f"authorization: Bearer {KEY}\r\ncontent-length: 90\r\n\r\n"
     for sent, answered in (
         (head + '{"prompt"', "408"),
+        (head.replace("length: 90", "length: 900"), "413"),
         (head[:40], ""),
         ("\x00\x01nonsense\r\n\r\n", "400"),
     ):
