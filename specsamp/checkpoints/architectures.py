@@ -327,19 +327,26 @@ def _qwen_windows(fields: Fields, shape: dict, alike: bool = False) -> dict:
 
 
 def _experts(fields: Fields, shape: dict, tables: tuple[str, ...], **more: Any) -> dict:
-    """Returns the experts and the dense layers, by tables of architectures.json."""
+    """Returns the experts, by tables of architectures.json."""
+    return dict(experts=ExpertsConfig(**read_keys(fields, *tables) | more))
+
+
+def _some_experts(fields: Fields, shape: dict, tables: tuple[str, ...], **more: Any) -> dict:
+    """Returns the experts of a family that may have dense layers; transformers does not read these
+    keys of others.
+    """
     every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
     layers = range(fields.count("num_hidden_layers"))
     dense = tuple(i for i in layers if i in listed or (i + 1) % every)
     if len(dense) == len(layers):
         return dict(experts=None)
-    return dict(experts=ExpertsConfig(dense_layers=dense, **read_keys(fields, *tables) | more))
+    return _experts(fields, shape, tables, dense_layers=dense, **more)
 
 
 def _qwen3_experts(fields: Fields, shape: dict) -> dict:
     # Transformers 5 writes the second key.
     number = fields("num_experts", fields("num_local_experts", 128))
-    return _experts(fields, shape, ("qwen3_experts",), num_experts=number)
+    return _some_experts(fields, shape, ("qwen3_experts",), num_experts=number)
 
 
 def _hybrid_layers(fields: Fields, shape: dict) -> dict:
@@ -478,7 +485,7 @@ FAMILIES = {
         "qwen3_next",
         "qwen3_next",
         names=TABLES["qwen3_next"],
-        more=(_hybrid_layers, functools.partial(_experts, tables=("shared_experts",))),
+        more=(_hybrid_layers, functools.partial(_some_experts, tables=("shared_experts",))),
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": _like(

@@ -194,6 +194,12 @@ def test_families_without_biases_of_the_feedforward_ignore_them(name):
     assert read("llama2", mlp_bias=True).feedforward_bias
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_5_moe"])
+def test_families_without_dense_layers_ignore_them(name):
+    assert read(name, mlp_only_layers=[0]) == read(name, decoder_sparse_step=2) == read(name)
+    assert read("qwen3_moe", mlp_only_layers=[0]).experts.dense_layers == (0,)
+
+
 @pytest.mark.parametrize("name", ["llama2", "arcee", "gpt2", "gpt_neox"])
 def test_families_without_windows_have_full_attention_only(name):
     assert read(name, layer_types=2 * ["full_attention"]) == read(name)
