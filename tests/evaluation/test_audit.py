@@ -22,6 +22,7 @@ from specsamp import (
     NgramDrafter,
     NoDrafter,
     Pair,
+    TokenRule,
     TransformerLM,
     chain,
     greedy,
@@ -35,6 +36,7 @@ from specsamp.evaluation.audit.checks import UNREADABLE
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
+from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
 from support.audits import FAR, NEAR, PROMPTS, RARE, TARGET, K, V, subject_of, table_subject
@@ -154,6 +156,21 @@ def test_a_draft_that_writes_over_its_target_fails():
     assert failed(check)
     assert "behind the target's choice" in check.sentence
     assert failed(counted(wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafter": mutants.DistributionBeforeWarping(TableLM(V), K)},
+        {"rule": SyntheticAcceptance(TokenRule(), 0.7)},
+    ],
+    ids=lambda changes: type(next(iter(changes.values()))).__name__,
+)
+def test_the_distribution_of_a_broken_rule_or_drafter(changes):
+    check = counted(table_subject(draft=FAR, **changes))
+    assert failed(check)
+    assert "times, not" in check.sentence
 
 
 # Mistakes.

@@ -14,9 +14,9 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from support import mutants
 from support.audits import subject_of
-from support.heads import ShowsTokens, table_head
+from support.heads import LayeredTable, ShowsTokens, eagle3, table_head
 from support.loop_distributions import TARGET, V
-from support.weights import shapes_of
+from support.weights import drawn_params, shapes_of
 
 # After a prompt of one token, the first round drafts nothing.
 PROMPTS = [[0], [1, 2, 1], [2, 1, 2, 1], [1, 2, 1, 2, 2]]
@@ -56,6 +56,20 @@ def test_a_sound_head_passes():
 @pytest.mark.parametrize("mutant", [mutants.OfTheWrongRow, mutants.OfAnotherLayer])
 def test_wrong_features_show_as_acceptance(mutant):
     assert only("acceptance", subject(mutant)).verdict is Status.FAILED
+
+
+@pytest.mark.slow
+def test_target_reduced_like_its_head_fails_audit():
+    target, head = LayeredTable(V), eagle3(V, draft_vocab_size=2)
+    params = drawn_params(head) | {DRAFT_IDS: jnp.asarray([0, 2], jnp.int32)}
+    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=params)
+    settings = dict(
+        pair=pair, prompts=PROMPTS[1:], drafter=FeatureDrafter(target, head, 2), max_new_tokens=8
+    )
+    broken = subject_of(
+        rule=mutants.OfTheDraftVocabulary(), sampling=chain(temperature(1.0)), **settings
+    )
+    assert only("distribution", broken).verdict is Status.FAILED
 
 
 def test_a_head_is_recast_with_its_target():

@@ -1,8 +1,10 @@
 """Drafts that are trained while they are used: texts, acceptance, and refusals."""
 
+import collections
 import dataclasses
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -87,6 +89,32 @@ def test_greedy_and_coupled_texts_ignore_the_draft(sampling, rule, equal):
     assert ([text.tokens for text in found] == [text.tokens for text in plain]) == equal
     assert {text.row_independent for text in found} == {rule == CoupledRule()}
     assert all(text.row_independent for text in plain)
+
+
+@pytest.mark.slow
+def test_texts_have_the_distribution_of_the_target():
+    prompts, count = [PROMPTS[0]] * 1000, 1000
+    found = generate_many(
+        PAIR,
+        prompts,
+        2,
+        learner=changing(),
+        sampling=SAMPLING,
+        draft_length=2,
+        rows=64,
+        stop=[],
+        prompt_ids=range(count),
+    )
+    counts = collections.Counter(tuple(text.tokens) for text in found)
+    logits_TV = PAIR.target.forward(
+        PAIR.target_params, np.array([[*PROMPTS[0], token] for token in range(V)])
+    ).logits_BTV
+    first_V = jax.nn.softmax(logits_TV[0, 2] / 0.8)
+    joint_VV = np.asarray(first_V[:, None] * jax.nn.softmax(logits_TV[:, 3] / 0.8))
+    found_VV = np.array([[counts[one, two] for two in range(V)] for one in range(V)]) / count
+    noise = np.sqrt(joint_VV / count).sum() / 2
+    assert np.abs(found_VV - joint_VV).sum() / 2 < 1.3 * noise
+    assert np.abs(found_VV - np.roll(joint_VV, 1)).sum() / 2 > 3 * noise, "the control"
 
 
 def test_a_draft_that_learns_is_accepted_more():
