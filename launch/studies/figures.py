@@ -292,9 +292,7 @@ def domains(compiled_head: Document, *documents: Document) -> Table:
         temperature = document["identity"]["config"]["sampling"]["temperature"]
         for domain in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
             of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == domain]
-            task = document["identity"]["task"]["name"]
-            name = task if domain == "1 of 1" else domain
-            row = rows.setdefault(name, {"domain": name})
+            row = rows.setdefault(domain, {"domain": domain})
             for one in as_json(tabulate(of_domain, "plain")):
                 if one["counts"]["drafted"] and one["exact"]:
                     drafter = one["name"].partition(", ")[2]
@@ -374,16 +372,7 @@ STUDY = Study(
         "compiled": Published([f"compile_{name}" for name in COMPILED], compiled),
         "learning": Published(["smollm2_head"], learning),
         "domains": Published(
-            [
-                "compile_smollm2_v5e",
-                "smollm2_domains_greedy",
-                "smollm2_domains",
-                "smollm2_gsm8k_greedy",
-                "smollm2_gsm8k",
-                "smollm2_humaneval_greedy",
-                "smollm2_humaneval",
-            ],
-            domains,
+            ["compile_smollm2_v5e", "smollm2_domains_greedy", "smollm2_domains"], domains
         ),
         "pair": Published(["pair"], trained),
         "grid": Published(
