@@ -41,14 +41,16 @@ class Visibility:
 
     def mask(self, num_slots: int) -> Array:
         """Returns the attention mask, bool ``[B, T, S]``."""
-        distances_BTS = self.distances(num_slots)
         if self.block is None:
-            seen_BTS = distances_BTS >= 0
+            seen_BTS = self.distances(num_slots) >= 0
         else:
             is_text_BS = jnp.arange(num_slots)[None] < self.block.start_B[:, None]
-            is_text_BTS = jnp.broadcast_to(is_text_BS[:, None], distances_BTS.shape)
+            shape = len(is_text_BS), self.num_queries, num_slots
+            is_text_BTS = jnp.broadcast_to(is_text_BS[:, None], shape)
             seen_BTS = write_slots(is_text_BTS, self.block.visible_BTR, self.block.start_B)
-        return seen_BTS if self.window is None else seen_BTS & (distances_BTS < self.window)
+        if self.window is None:
+            return seen_BTS
+        return seen_BTS & (self.distances(num_slots) < self.window)
 
     def distances(self, num_slots: int) -> Array:
         """Returns the distance of each slot in tokens, ``[B, T, S]`` int32; arbitrary for masked
