@@ -255,14 +255,15 @@ class TransformerLM(LayeredModel):
     # Caches.
 
     def init_cache(self, batch: int, slots: int) -> TransformerCache:
-        config = self.config
-        tokens = TokenCache(tokens_BS=jnp.zeros((batch, slots), jnp.int32))
+        config, tokens = self.config, None
+        if config.ngram_rows:
+            tokens = TokenCache(tokens_BS=jnp.zeros((batch, slots), jnp.int32))
         kinds = map(self._kind_of_cache, range(self.num_layers))
         layers = [
             kind.zeros(config.of_layer(i), batch, slots, kernels)
             for i, (kind, kernels) in enumerate(kinds)
         ]
-        return TransformerCache(layers=tuple(layers), tokens=tokens if config.ngram_rows else None)
+        return TransformerCache(layers=tuple(layers), tokens=tokens)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
