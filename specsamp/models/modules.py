@@ -26,7 +26,10 @@ def weight(
     fan_in: int | None = None,
 ) -> Array | Int8Weight:
     """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its
-    value. None: the size of the first axis.
+    value.
+
+    Args:
+      fan_in: the terms of a sum over the weight; None: the size of the first axis.
     """
     init = nn.initializers.normal((fan_in or shape[0]) ** -0.5)
     return declare(module, name, shape, axes, init)
