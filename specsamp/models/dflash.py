@@ -208,9 +208,9 @@ class BlockConfig(HeadConfig):
     confidence = None
 
     def __post_init__(self):
-        super().__post_init__()
         validate.integer("block_size", self.block_size, 1 if self.from_anchor else 2)
         validate.integer("mask_id", self.mask_id, 0, self.layer.vocab_size)
+        super().__post_init__()
         if self.causal and self.windows_both_ways:
             raise ValueError(
                 "causal = True with windows_both_ways = True: a block is causal or sees both ways"
