@@ -99,30 +99,25 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of the files, by the family's names, after a check that they are the
-        tensors of the model; a model of the hub is downloaded.
+        """Returns all tensors of the files, after a check that they are the tensors of the model.
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors` and `check_tensors`; or the output
             embedding of a tied model differs from its embedding.
         """
-        folder = download_weights(self.name) if self.from_hub else self.folder
-        found = self._named(find_tensors(folder))
-        self._check(found)
-        embedding, output = map(found.get, self._ends)
+        self._check(self._found)
+        embedding, output = map(self._found.get, self._ends)
         if self.config.tied and output is not None and not are_equal(embedding, output):
             raise ValueError(
                 f"{self.name} says tie_word_embeddings = true, but its output embedding differs "
                 "from its embedding: set it to false in config.json to use both"
             )
-        return found
+        return self._found
 
     def check_headers(self) -> None:
-        """Makes the checks of `tensors`; of a model of the hub those that need only headers."""
-        if self.from_hub:
-            self._check(self._named(read_headers(self.name)))
-        elif not self.is_converted:
-            self.tensors
+        """Makes the checks of `tensors` that need only headers: no tensor is downloaded."""
+        if not self.is_converted:
+            self._check(self._named(read_headers(self.name)) if self.from_hub else self._found)
 
     def _check(self, found: Mapping[str, Tensor]) -> None:
         of_head = self.family.head_prefix
@@ -145,6 +140,14 @@ class Checkpoint:
             for name in ("embedding", "output_embedding")
         )
 
+    @functools.cached_property
+    def _found(self) -> dict[str, Tensor]:
+        """Returns all tensors of the files, by the family's names; a model of the hub is
+        downloaded.
+        """
+        folder = download_weights(self.name) if self.from_hub else self.folder
+        return self._named(find_tensors(folder))
+
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors by the family's names."""
         prefix, found = self.family.prefix, join_packed(found)
@@ -165,7 +168,7 @@ class Checkpoint:
 
     def sources(self) -> dict[str, TensorSource]:
         """Returns the source of each parameter by its name."""
-        return self._sources(self.tensors)
+        return self._sources(self._found)
 
     def _sources(self, found: Mapping[str, Tensor]) -> dict[str, TensorSource]:
         names = dict(self.family.names)
