@@ -135,7 +135,8 @@ def fields(
     least: Mapping[str, int] = {},
 ) -> None:
     """Raises ValueError for a field of a dataclass with an invalid value; None is valid where it is
-    the default. Integers are at least 1, and numbers positive.
+    the default. Integers are at least 1, and numbers positive. The types of the fields are strings,
+    by ``from __future__ import annotations``.
 
     Args:
       of: behind the names of fields in messages.

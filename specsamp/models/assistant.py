@@ -24,7 +24,7 @@ from specsamp.models.attention import Attention, join_heads, project
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.decoder import Layer
 from specsamp.models.heads import Head, HeadConfig, HeadModule
-from specsamp.models.modules import Norm, declare, normalise, weight
+from specsamp.models.modules import Norm, normalise, parameter, weight
 from specsamp.models.positions import apply_rope
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
@@ -85,7 +85,7 @@ class Assistant(HeadModule):
             def even(_, shape):
                 return jnp.arange(size, dtype=jnp.int32) * count // size
 
-            self.clusters = declare(self, CLUSTERS, (size,), (None,), even)
+            self.clusters = parameter(self, CLUSTERS, (size,), (None,), even)
 
     def __call__(
         self,

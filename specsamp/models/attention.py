@@ -17,7 +17,7 @@ from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import Block, Kernels
-from specsamp.models.modules import Norm, declare, normalise, weight, zero_bias
+from specsamp.models.modules import Norm, normalise, parameter, weight, zero_bias
 from specsamp.models.positions import apply_rope, relative_keys
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         scale = config.attention_scale or 1 / math.sqrt(size)
         sinks_N = None
         if config.attention_sinks:
-            sinks_N = declare(self, "sinks", (heads,), ("heads",)).astype(jnp.float32)
+            sinks_N = parameter(self, "sinks", (heads,), ("heads",)).astype(jnp.float32)
         mixed_BNTH = cache.attend(
             q_BNTH,
             visible,
@@ -122,7 +122,7 @@ class Attention(nn.Module):
             y_BNTH = project(x_BTD, self._projection(name, count, axis))
             if not config.attention_bias:
                 return y_BNTH
-            bias_NH = declare(self, f"{name}_bias", (count, config.head_size), (axis, "head"))
+            bias_NH = parameter(self, f"{name}_bias", (count, config.head_size), (axis, "head"))
             return y_BNTH + bias_NH.astype(y_BNTH.dtype)[None, :, None]
 
         q_BNTH = project_part("query", config.num_heads, "heads")
@@ -137,7 +137,7 @@ class Attention(nn.Module):
     def norm_jointly(self, name: str, x_BNTH: Array, axis: str) -> Array:
         """Returns heads after one norm of all of them."""
         shape = x_BNTH.shape[1], x_BNTH.shape[3]
-        scale_NH = declare(self, name, shape, (axis, "head"), nn.initializers.ones)
+        scale_NH = parameter(self, name, shape, (axis, "head"), nn.initializers.ones)
         return normalise(self.config, x_BNTH, scale_NH[:, None], axes=(1, 3))
 
     def turn_heads(

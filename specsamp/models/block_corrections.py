@@ -16,7 +16,7 @@ from specsamp import validate
 from specsamp.arrays import pad_axis
 from specsamp.models.dflash import BlockConfig, Correction
 from specsamp.models.int8 import take_rows
-from specsamp.models.modules import declare, table, weight, zero_bias
+from specsamp.models.modules import parameter, table, weight, zero_bias
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -156,8 +156,8 @@ class GroupedConvolution(nn.Module):
         def first_tap(_, shape):
             return jnp.zeros(shape).at[:, 0].set(1)
 
-        base_2CD = declare(self, "base", (2, taps, width), (None, None, "embed"), first_tap)
-        made = declare(self, "coefficients", (width, 2 * taps * groups), ("embed", None))
+        base_2CD = parameter(self, "base", (2, taps, width), (None, None, "embed"), first_tap)
+        made = parameter(self, "coefficients", (width, 2 * taps * groups), ("embed", None))
         made_BTX = contract("BTD,DX->BTX", x_BTD, made).reshape(*x_BTD.shape[:2], 2, taps, groups)
 
         def convolve(x_BTD: Array, side: int) -> Array:

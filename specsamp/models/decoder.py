@@ -18,7 +18,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels
-from specsamp.models.modules import FeedForward, Norm, declare, table, weight
+from specsamp.models.modules import FeedForward, Norm, parameter, table, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
 from specsamp.models.visibility import positions_of
@@ -90,7 +90,7 @@ class Layer(nn.Module):
                 made_BTD = FeedForward(config, name="mlp")(y_BTD)
             x_BTD = attended_BTD + finish("mlp", made_BTD)
         if config.layer_scale:
-            scale_1 = declare(self, "scale", (1,), (None,), nn.initializers.ones)
+            scale_1 = parameter(self, "scale", (1,), (None,), nn.initializers.ones)
             x_BTD = x_BTD * scale_1.astype(x_BTD.dtype)[None, None]
         return x_BTD, cache
 
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         # Zero at first: an n-gram that does not occur in training adds nothing.
         shape = config.ngram_rows, config.width
         self.ngram_tables = [
-            declare(self, f"ngrams_{order}", shape, ("vocab", "embed"))
+            parameter(self, f"ngrams_{order}", shape, ("vocab", "embed"))
             for order in range(2, config.num_ngram_tables + 2)
         ]
         if config.positions == "learned":

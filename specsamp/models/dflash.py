@@ -204,6 +204,7 @@ class BlockConfig(HeadConfig):
     kind = "DFlash"
     fused = ("fc",)
     drafts_blocks = True
+    least = {"mask_id": 0}
     # What the log-odds of acceptance are made of; None: there are none.
     confidence = None
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from specsamp.models.config import ACTIVATIONS, ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import DeviceLayout, Kernels
-from specsamp.models.modules import SharedExpert, declare, weight
+from specsamp.models.modules import SharedExpert, parameter, weight
 from specsamp.models.products import contract, contract_slice
 
 Array = jax.Array
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         return y_RD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
     def _bias(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
-        return declare(self, name, shape, axes).astype(jnp.float32)
+        return parameter(self, name, shape, axes).astype(jnp.float32)
 
     def declare(self, name: str, fan_in: int) -> Array | Int8Weight:
         """Declares the matrices of all experts; returns their values."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
@@ -66,6 +66,7 @@ class HeadConfig:
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `Head.fuse` alone reads
     has_layer: ClassVar[bool] = True  # and so a cache; False: only the sizes of ``layer`` count
     drafts_blocks: ClassVar[bool] = False  # in one call, see dflash.py
+    least: ClassVar[Mapping[str, int]] = {}  # the smallest integers of fields, where it is not 1
     # Of tokens and features, which it projects to its own width.
     takes_target_width: ClassVar[bool] = False
     # Its one hidden state is the stream after the final norm.
@@ -75,7 +76,7 @@ class HeadConfig:
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
         if self.target_width is None:
             object.__setattr__(self, "target_width", self.layer.width)
-        validate.fields(self, least={"mask_id": 0})
+        validate.fields(self, least=self.least)
         validate.integers("hidden_layers", self.hidden_layers, -1, self.target_layers + 1)
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
             raise ValueError(

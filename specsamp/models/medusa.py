@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 
 from specsamp.models.heads import HeadConfig, HeadModule
-from specsamp.models.modules import declare, table
+from specsamp.models.modules import parameter, table
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -28,7 +28,7 @@ class MedusaHead(nn.Module):
         config, width = self.config, self.config.layer.width
 
         def zeros(name, *axes):
-            return declare(self, name, (width,) * len(axes), axes)
+            return parameter(self, name, (width,) * len(axes), axes)
 
         self.linear = zeros("linear", "features", "embed")
         self.bias = zeros("bias", "embed") if config.bias else None

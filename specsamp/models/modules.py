@@ -32,10 +32,10 @@ def weight(
       fan_in: the terms of a sum over the weight; None: the size of the first axis.
     """
     init = nn.initializers.normal((fan_in or shape[0]) ** -0.5)
-    return declare(module, name, shape, axes, init)
+    return parameter(module, name, shape, axes, init)
 
 
-def declare(
+def parameter(
     module: nn.Module,
     name: str,
     shape: tuple[int, ...],
@@ -61,7 +61,7 @@ def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> 
     """Declares a bias for the last axis of ``y``, initially zero; returns it in the dtype and rank
     of ``y``.
     """
-    return _with_rank(declare(module, name, y.shape[-1:], axes).astype(y.dtype), y.ndim)
+    return _with_rank(parameter(module, name, y.shape[-1:], axes).astype(y.dtype), y.ndim)
 
 
 def _with_rank(x: Array, ndim: int) -> Array:
@@ -105,7 +105,7 @@ class Norm(nn.Module):
         if self.config.norm == "layer":
             inits["bias"] = nn.initializers.zeros
         return tuple(
-            declare(self, name, (size,), (self.axis,), init) for name, init in inits.items()
+            parameter(self, name, (size,), (self.axis,), init) for name, init in inits.items()
         )
 
 

@@ -25,7 +25,7 @@ from specsamp.models.config import RecurrentConfig, TransformerConfig
 from specsamp.models.delta_rule import CHUNK, mix_chunks
 from specsamp.models.int8 import is_int8
 from specsamp.models.interface import Kernels
-from specsamp.models.modules import declare, weight
+from specsamp.models.modules import parameter, weight
 from specsamp.models.products import contract
 from specsamp.models.slots import SLOTS_AXIS, read_slots, write_slots
 from specsamp.pytrees import pytree
@@ -144,7 +144,7 @@ class GatedDelta(nn.Module):
         is_joined = self.has_variable("params", JOINED)
         params = self.variables["params"] if is_joined else join_parts(self.declare())
         ones = nn.initializers.ones
-        scale_V = declare(self, "norm_scale", (shape.value_size,), ("head",), ones)
+        scale_V = parameter(self, "norm_scale", (shape.value_size,), ("head",), ones)
         vectors = params["taps"], params["rates"], scale_V
         x_BMTX = self.project_heads(x_BTD, params)
         if is_step and self.kernels is not None and self.kernels.take_delta(shape):
@@ -174,7 +174,7 @@ class GatedDelta(nn.Module):
             sizes, axes = (*shape.projections[name], shape.taps), ("kv_heads", "head", None)
             params[f"{name}_taps"] = weight(self, f"{name}_taps", sizes, axes, fan_in=shape.taps)
         for name in ("log_rate", "decay_bias"):
-            params[name] = declare(self, name, shape.projections["decay"], ("kv_heads", "head"))
+            params[name] = parameter(self, name, shape.projections["decay"], ("kv_heads", "head"))
         return params
 
     def project_heads(self, x_BTD: Array, params: Mapping[str, Any]) -> Array:

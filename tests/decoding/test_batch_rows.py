@@ -49,6 +49,13 @@ def test_moved_row_keeps_its_text(alone, rounds):
     assert texts(finished(mixed)) == [alone[2], alone[1]]
 
 
+def test_the_request_of_a_caller_survives_donation():
+    batch, request = prefill([0, 1]), prefill([2]).request
+    after = insert(LOOP.run(WEIGHTS, batch, 1), prefill([2]), [1])
+    assert int(after.request.limits_B[1]) == int(request.limits_B[0]) == 3 + BUDGET
+    assert int(batch.request.limits_B[1]) == 1 + BUDGET, "not donated"
+
+
 def test_a_run_returns_once_fewer_rows_are_running(alone):
     state = prefill([0, 1, 2])
     state = dataclasses.replace(

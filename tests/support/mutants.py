@@ -51,12 +51,6 @@ class ResidualWithTheNoiseOfTheDraft(TokenRule):
         )
 
 
-class ResidualOfTheNextPosition(TokenRule):
-    def residual(self, draft, target_log_probs, num_accepted_B):
-        last = target_log_probs.shape[1] - 1
-        return super().residual(draft, target_log_probs, jnp.minimum(num_accepted_B + 1, last))
-
-
 class COfTheNextIndex(BlockRule):
     def residual(self, draft, target_log_probs, num_accepted_B):
         log_c = self.prefix_weights(draft, target_log_probs)
