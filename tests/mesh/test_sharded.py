@@ -197,7 +197,7 @@ def test_arrays_of_a_pair_are_placed_correctly(transformer_pair, alone):
             check(keys, "data", "model")
         for keys in jax.tree.leaves(state.drafter_state.layers):
             check(keys, "data", "model")
-        check(state.drafter_state.tokens_BS, "data")
+        check(state.drafter_state.tokens.tokens_BS, "data")
         for rows in (
             state.tokens_BS,
             state.lengths_B,
