@@ -1,8 +1,11 @@
-"""Trains a head that drafts inside a public target, from conversations or any other texts.
+"""Trains a head that drafts inside a public target, or a draft model for it, from conversations
+or any other texts.
 
     python launch/train.py --config=configs/hf_head.py:meta-llama/Llama-3.1-8B-Instruct \\
         --workdir=runs/head --config.data.folder=chats
     python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,medusa --workdir=runs/medusa \\
+        --config.data.folder=chats
+    python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,draft --workdir=runs/draft \\
         --config.data.folder=chats
     python launch/export.py --run=runs/head --output=exported/head
     python launch/doctor.py --look_at=head \\
@@ -10,7 +13,8 @@
         --config.drafter=head --config.chat=True
 
 After the colon comes the target, a folder, a gs:// folder or the id of a model of the hub; then, if
-it is not to be EAGLE-3's ("head"), the kind of the head: "medusa" or "mtp". Tokenizer and chat
+it is not to be EAGLE-3's ("head"), the kind of the head: "medusa", "mtp", "dflash" or "dspark"; or
+"draft", a model that begins with the target's embedding and first layers. Tokenizer and chat
 template are the target's. Each line of a .jsonl file in the folder of texts is a conversation,
 {"messages": [{"role": "user", "content": "Hi"}, ...]}; other texts are read with
 --config.data.pattern='*.txt'. The target completes a share of them itself, which is how it will be
@@ -24,17 +28,17 @@ from configs import python_pair
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    """Returns the configuration of a head for a target; fields of its layer that are None are the
-    target's.
+    """Returns the configuration of a head or a draft for a target; fields of its layers that are
+    None are the target's.
     """
     target, _, kind = argument.partition(",")
     kind = kind or "head"
-    if kind not in python_pair.HEADS:
+    kinds = (*python_pair.HEADS, "draft")
+    if kind not in kinds:
         raise ValueError(
-            f"no kind of head {kind!r} in configs/hf_head.py: choose one of "
-            f"{', '.join(python_pair.HEADS)}"
+            f"no kind of head {kind!r} in configs/hf_head.py: choose one of {', '.join(kinds)}"
         )
-    config = python_pair.get_config(kind)
+    config = python_pair.get_config("llama_draft" if kind == "draft" else kind)
     config.target = target
 
     config.data.update(pattern="*.jsonl", exclude=(), length=2048, held_out_windows=64)
@@ -52,8 +56,12 @@ def get_config(argument: str = "") -> ConfigDict:
         **{name: config_dict.placeholder(int) for name in sizes},
     )
     config.train.update(steps=20_000, batch=16, learning_rate=1e-4, warmup_steps=300, clip_norm=0.5)
-    config.test_time.chunk = 256  # logits of a large vocabulary do not fit otherwise
     config.generated.update(rows=4096, prompt_length=512, batch=16)
+    if kind == "draft":
+        config.init = target  # its first layers; "": random parameters
+        config.model.num_layers, config.model.tied = 2, config_dict.placeholder(bool)
+        return config
+    config.test_time.chunk = 256  # logits of a large vocabulary do not fit otherwise
     if kind in python_pair.BLOCKS:
         config.model.num_layers, config.objective = 5, "dspark"
         # Of each text, and whose logits are in memory.

@@ -20,6 +20,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from etils import epath
@@ -184,11 +185,13 @@ def write_parts(
 
 
 def open_first(config: TrainingConfig, target: Source | None) -> Source | None:
-    """Opens the initial model: a head, a pair's target or a run; for a draft, a run. None: random
-    parameters.
+    """Opens the initial model: a head, a pair's target or a run; for a draft, a run or its target.
+    None: random parameters.
     """
     if not config.init:
         return None
+    if config.head is None and config.init == config.target:
+        return target
     if config.head is not None:
         return source.open_first_head(config.init, target.config)
     return source.open_target(config.init) if target is None else source.open_trained(config.init)
@@ -255,20 +258,25 @@ def check_windows(
 
 
 def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer, task: Task) -> Any:
-    """Returns the parameters that training begins with."""
+    """Returns the parameters that training begins with: of the target, its first layers."""
     if config.head is not None:  # shapes do not show which layers it reads, nor where its norms are
         if changed := storage.differences(shape_of(first.config), shape_of(task.head.config)):
             raise ValueError(
                 f"the head in {config.init} is another one: {'; '.join(changed)}. Set these fields "
                 "as it has them"
             )
+    shapes = init_shapes(task)
+    if config.head is None and config.init == config.target:
+        params = {name: leaf for name, leaf in first.params.items() if name in shapes}
+        check_shapes(f"the model in {config.init}", params, shapes)
+        # Copies, since the target keeps its own.
+        return jax.tree.map(lambda leaf: jnp.array(leaf, "float32"), params)
     # An exported head has no tokenizer: its target's is checked.
     own = first.folder / "tokenizer.json"
     if own.exists() and JsonTokenizer(own).to_json() != tokenizer.to_json():
         raise ValueError(
             f"the model in {config.init} was trained with another tokenizer than this run has"
         )
-    shapes = init_shapes(task)
     params = {
         name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS
     }

@@ -58,12 +58,13 @@ HEADS = {
     "dspark": DSparkConfig,
 }
 
-# Fields of a head's decoder layer that come from its target unless the configuration sets them.
+# Fields of a draft or of a head's layer that come from the target unless the configuration sets
+# them.
 # Norms of queries and keys, windows and caps do not: public heads are plain layers for
 # any target.
 OF_ITS_LAYERS = (
     *("vocab_size", "width", "num_heads", "num_kv_heads", "head_size", "feedforward_width"),
-    *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling"),
+    *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling", "tied"),
 )
 
 
@@ -327,11 +328,11 @@ def make_head(
 
 
 def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a head's decoder layer, with the target's value for each field that is
-    None.
+    """Returns the fields of a draft or of a head's layer, with the target's value for each field
+    that is None.
 
     Raises:
-      ValueError: a field is None that a head does not take from its target.
+      ValueError: a field is None that is not taken from the target.
     """
     open_fields = {name for name, value in fields.items() if value is None}
     if beyond := open_fields.difference(OF_ITS_LAYERS):

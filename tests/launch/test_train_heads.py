@@ -268,5 +268,55 @@ def test_public_target_is_checked_before_reading_weights(
     assert not (tmp_path / "run").exists()
 
 
+def draft_config(target, chats, **fields):
+    config = hf_head.get_config(f"{target},draft")
+    config.update_from_flattened_dict(
+        {
+            "data.folder": str(chats),
+            "data.length": 16,
+            "data.held_out": 0.3,
+            "data.held_out_windows": 8,
+            "generated.share": 0.0,
+            "generated.prompt_length": 4,
+            "model.num_layers": 1,
+            "train.steps": 1,
+            "train.batch": 8,
+            "train.warmup_steps": 0,
+        }
+        | fields
+    )
+    return TrainingConfig.from_config_dict(config)
+
+
+@pytest.mark.slow
+def test_draft_of_public_target_begins_with_its_first_layers(
+    train, run_training, chats, tmp_path, public_target, monkeypatch
+):
+    """A rate of nearly nothing leaves the parameters that the run began with; exported, the draft
+    is read beside its target.
+    """
+    run_training(draft_config(public_target, chats, **{"train.learning_rate": 1e-9}), "draft")
+    expected = random_params(CONFIG)
+    found = open_trained(tmp_path / "draft").params
+    assert sorted(found) == sorted(set(expected) - {"layer_1"})
+    for name, part in found.items():
+        for ours, of_target in zip(
+            jax.tree.leaves(part), jax.tree.leaves(expected[name]), strict=True
+        ):
+            np.testing.assert_allclose(ours, of_target, rtol=2**-7, atol=1e-7)
+    assert 0 < metrics(tmp_path / "draft")[-1]["held_out/acceptance (temperature 1)"] < 1
+    to = f"--output={tmp_path / 'exported'}"
+    succeed("export", f"--run={tmp_path / 'draft'}", to)
+    pair = read_pair(str(public_target), str(tmp_path / "exported"), dtype="float32")
+    (plain,), (drafted,) = (generate(pair, ["add 5 to x"], 12, draft_length=K) for K in (0, 3))
+    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+
+
+def test_draft_of_other_sizes_is_refused(train, run_training, chats, public_target):
+    narrow = {"model.feedforward_width": 24}
+    with refusal("is of another model: layer_0/mlp/down: .128, 32. there"):
+        run_training(draft_config(public_target, chats, **narrow), "narrow")
+
+
 def test_public_head_kind_is_named_in_config():
     assert hf_head.get_config("target,medusa").head.kind == "medusa"
