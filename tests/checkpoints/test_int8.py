@@ -27,7 +27,10 @@ def stored(params):
     return decode_weights(params, jnp.float32, "int8")
 
 
-@pytest.mark.parametrize("name, model", [(None, None), (None, 4), ("qwen3_moe", None)])
+@pytest.mark.parametrize(
+    "name, model",
+    [(None, None), (None, 4), ("qwen3_moe", None), ("granite", None), ("olmo3", None)],
+)
 def test_a_checkpoint_is_quantised_while_it_is_read(original, name, model, tmp_path, monkeypatch):
     """With blocks of a kilobyte, no more is ever in float."""
     folder = golden.read(name).write_checkpoint(tmp_path) if name else original

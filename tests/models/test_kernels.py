@@ -263,6 +263,22 @@ SCHEMES = {
     "with norms of heads": dict(
         positions="rotary", num_kv_heads=2, norm="layer", query_key_norm=True, post_norms=True
     ),
+    "as Granite": dict(
+        positions="rotary",
+        num_kv_heads=2,
+        residual_scale=0.4,
+        attention_scale=0.02,
+        logit_divisor=4.0,
+    ),
+    "as OLMo": dict(
+        positions="rotary",
+        num_kv_heads=2,
+        pre_norms=False,
+        post_norms=True,
+        joint_norm=True,
+        window=20,
+        global_layers=(1,),
+    ),
     "in pairs": dict(positions="relative", num_kv_heads=2, head_size=SIZE // 2),
     "in pairs, in int8": dict(
         positions="rotary", num_kv_heads=2, head_size=SIZE // 2, cache_dtype="int8"
