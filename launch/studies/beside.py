@@ -2,13 +2,14 @@
 and the time with that of llama.cpp.
 
     pip install torch transformers xllamacpp
-    python launch/study.py beside --target=TARGET --head=smollm2-head --gguf=model.Q4_1.gguf \\
-        --source=spec_bench.jsonl --output=runs/beside.json
+    python launch/study.py beside --target=TARGET --head=smollm2-head --draft=DRAFT \\
+        --gguf=model.Q4_1.gguf --source=spec_bench.jsonl --output=runs/beside.json
 
 All answer the first questions of each category, in turns: ours and transformers read the same files
-in float32, llama.cpp the quantised file from which they may come. Times include the reading of the
-prompt. Where two completions differ, the first differing token has a margin: the target's logit of
-its most probable token less that of the next. A small margin is a near-tie, which rounding decides.
+in float32, also the same draft model, llama.cpp the quantised file from which they may come. Times
+include the reading of the prompt. Where two completions differ, the first differing token has a
+margin: the target's logit of its most probable token less that of the next. A small margin is a
+near-tie, which rounding decides.
 """
 
 import collections
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from launch.lib.study import Document, Published, Say, Study
-from specsamp import NgramDrafter, generate, greedy
+from specsamp import NgramDrafter, Pair, generate, greedy
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles
 from specsamp.checkpoints.public_pair import read_pair
@@ -28,8 +29,8 @@ from specsamp.evaluation.tasks import load_task
 
 K = 4
 NEAR = 1e-3  # logits
-OURS = ("plain", "prompt lookup", "head")
-THEIRS = ("transformers, plain", "transformers, prompt lookup")
+OURS = ("plain", "prompt lookup", "head", "draft model")
+THEIRS = tuple(f"transformers, {name}" for name in ("plain", "prompt lookup", "draft model"))
 LLAMA = "llama.cpp, plain"
 COMPARED = (*OURS, THEIRS[0])
 
@@ -44,10 +45,17 @@ def prepare(options: Any) -> None:
     torch.set_num_threads(options.threads)
     options.torch = torch
     options.pair = read_pair(options.target, options.head, is_head=True, dtype="float32")
-    options.theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        options.target, dtype=torch.float32
-    )
+    read_theirs = transformers.AutoModelForCausalLM.from_pretrained
+    options.theirs = read_theirs(options.target, dtype=torch.float32)
     options.theirs.generation_config.eos_token_id = None  # completions have a fixed length
+    if options.draft:
+        options.drafted = read_pair(options.target, options.draft, dtype="float32")
+        options.assistant = read_theirs(options.draft, dtype=torch.float32)
+        options.assistant.generation_config.update(
+            num_assistant_tokens=K,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
     options.llama = llama_server(options) if options.gguf else None
     problems = load_task("spec_bench", options.source).problems
     options.questions = first_of_each(problems, options.of_each)
@@ -84,7 +92,7 @@ def measure(options: Any, say: Say) -> dict[str, Any]:
             seconds[name].append((time.perf_counter() - start) / options.new_tokens)
         reference = completions[THEIRS[0]]
         for name in OURS:
-            if completions[name] != reference:
+            if completions.get(name, reference) != reference:
                 at = first_difference(completions[name], reference)
                 margin = margin_of(options, prompt + reference[:at])
                 differing.append(
@@ -105,8 +113,8 @@ def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], Any]]
     """
     most = options.new_tokens
 
-    def ours(**method: Any) -> list[int]:
-        [done] = generate(options.pair, [prompt], most, sampling=greedy(), stop=[], **method)
+    def ours(pair: Pair = options.pair, **method: Any) -> list[int]:
+        [done] = generate(pair, [prompt], most, sampling=greedy(), stop=[], **method)
         return list(done.tokens)
 
     def theirs(**method: Any) -> list[int]:
@@ -131,7 +139,12 @@ def runs_of(options: Any, prompt: Sequence[int]) -> dict[str, Callable[[], Any]]
             raise ValueError(f"llama.cpp answers {answer!r:.200} instead of {most} tokens")
         return answer
 
-    return ({LLAMA: llama} if options.llama else {}) | {
+    of_draft = {
+        OURS[3]: lambda: ours(options.drafted, draft_length=K),
+        THEIRS[2]: lambda: theirs(assistant_model=options.assistant),
+    }
+    optional = ({LLAMA: llama} if options.llama else {}) | (of_draft if options.draft else {})
+    return optional | {
         OURS[0]: lambda: ours(draft_length=0),
         THEIRS[0]: theirs,
         OURS[1]: lambda: ours(drafter=NgramDrafter(K)),
@@ -184,6 +197,7 @@ STUDY = Study(
     options={
         "target": (None, "The target, a folder or the id of a model of the hub."),
         "head": (None, "The head that drafts for it."),
+        "draft": (None, "A draft model; without it, none is compared."),
         "source": (None, "Questions in the format of Spec-Bench."),
         "gguf": (None, "A file for llama.cpp; without it, llama.cpp is left out."),
         "of_each": (17, "Questions of each category that are compared."),

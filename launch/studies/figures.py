@@ -283,29 +283,36 @@ def learning(document: Document) -> Table:
 def domains(compiled_head: Document, *documents: Document) -> Table:
     """Returns the acceptance of the first drafted token, tokens per round, and speedup of each
     exact method, the ratio of times per token, by domain; of a head also the speedup of rounds that
-    were compiled for a chip. The blocks of the evaluations are domains.
+    were compiled for a chip. The blocks of the evaluations are domains, and tasks without
+    categories.
     """
     rows: dict[str, dict[str, str]] = {}
     report = Report.from_json(compiled_head["report"])
     step, round_ = report.calibrated_ms("target step"), report.calibrated_ms("round")
     for document in documents:
-        temperature = document["identity"]["config"]["sampling"]["temperature"]
-        for domain in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
-            of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == domain]
+        config = document["identity"]["config"]
+        draft = config["hugging_face"]["draft"]
+        of_report = draft == compiled_head["config"]["hugging_face"]["draft"]
+        for block in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
+            of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == block]
+            domain = document["identity"]["task"]["name"] if block == "1 of 1" else block
             row = rows.setdefault(domain, {"domain": domain})
             for one in as_json(tabulate(of_domain, "plain")):
                 if one["counts"]["drafted"] and one["exact"]:
-                    drafter = one["name"].partition(", ")[2]
+                    drafter, _, length = one["name"].partition(", ")[2].partition(", ")
                     emitted = one["counts"]["emitted_per_round"]
                     found = [
                         f"{one['counts']['by_position'][0]:.2f}",
                         f"{emitted:.2f}",
                         f"{one['speedups'][0]:.2f}x",
                     ]
-                    if drafter == f"head, K = {report.draft_length}":
+                    if of_report and length == f"K = {report.draft_length}" and drafter == "head":
                         found.append(faster(calibration.band_ratio(step, round_ / emitted)))
-                    row[f"{drafter}, T = {temperature:g}"] = "; ".join(found)
-    title = "Acceptance of the first token; tokens per round; speedups"
+                    if drafter != "ngram":
+                        drafter = draft.rpartition("/")[2]
+                    row[f"{drafter}, {length}"] = "; ".join(found)
+    temperature = config["sampling"]["temperature"]
+    title = f"T = {temperature:g}: acceptance of the first token; tokens per round; speedups"
     return Table.of(title, list(rows.values()))
 
 
