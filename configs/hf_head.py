@@ -63,7 +63,14 @@ def get_config(argument: str = "") -> ConfigDict:
         return config
     config.test_time.chunk = 256  # logits of a large vocabulary do not fit otherwise
     if kind in python_pair.BLOCKS:
-        config.model.num_layers, config.objective = 5, "dspark"
+        config.model.update(
+            num_layers=5,
+            query_key_norm=True,  # as in Qwen3, whose layers files describe
+            # The first layer sees the last tokens alone: a new head learns sooner.
+            window=2,
+            global_layers=(1, 2, 3, 4),
+        )
+        config.objective = "dspark"
         # Of each text, and whose logits are in memory.
         config.test_time.update(anchors=128, chunk=8)
         config.head.update(

@@ -37,7 +37,7 @@ from launch.lib import entry
 from specsamp import TransformerLM, machine, storage
 from specsamp.checkpoints import export
 from specsamp.checkpoints.chat import read_chat_template
-from specsamp.checkpoints.head_export import write_head
+from specsamp.checkpoints.head_export import describe_head, write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair, pair_folder, save_pair
@@ -284,6 +284,7 @@ def export_head(console: Console) -> None:
             lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params
         )
         head, K = trained.config.head(), config["test_time"]["test_steps"]
+        describe_head(head.config, name, K)  # refused before anything is written
         write_provenance(provenance_of(trained) | {"target": target})
         write_head(_OUTPUT.value, head, params, target_name=name, K=K)
     console.print(
@@ -304,6 +305,7 @@ def export_model() -> None:
         config, params = trained.config, trained.params
         with entry.reading(f"{_RUN.value}/run.json"):
             tokenizer, made_by = tokenizer_of(trained), provenance_of(trained)
+    export.describe_model(config, None)  # refused before anything is written
     write_provenance(made_by)
     export.export(_OUTPUT.value, config, params, tokenizer)
 

@@ -33,6 +33,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.training import TrainingConfig
 from specsamp import TransformerConfig, TransformerLM, storage
 from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.head_export import describe_head
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes, init_shapes
 from specsamp.checkpoints.public_heads import check_embedding
@@ -42,7 +43,7 @@ from specsamp.jax_names import multihost_utils
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.dflash import BlockHead
-from specsamp.models.heads import DRAFT_IDS
+from specsamp.models.heads import DRAFT_IDS, Head
 from specsamp.training import run_folder, source
 from specsamp.training.block_heads import TrainBlock
 from specsamp.training.data import (
@@ -142,6 +143,8 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         if config.draft_vocab_size:
             run_folder.write_array(folder / run_folder.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     say_sizes(config, task, corpus, windows, console)
+    if is_head:
+        warn_of_export((task.drafting if config.together else task).head, console)
     state = train(
         task,
         train_config,
@@ -207,6 +210,14 @@ def say_sizes(
         f"{count:,} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
+
+
+def warn_of_export(head: Head, console: Console) -> None:
+    """Prints why no file can describe a head, if none can, before its training begins."""
+    try:
+        describe_head(head.config, target_name="", K=1)
+    except ValueError as error:
+        console.print(f"launch/export.py will refuse this head: {error}", style="yellow")
 
 
 def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:

@@ -82,7 +82,12 @@ def describe_head(
     if config.draft_vocab_size is not None:
         found.add(OFFSETS)
     target = dataclasses.replace(
-        layer, width=config.target_width, num_layers=config.target_layers, head_size=2
+        layer,
+        width=config.target_width,
+        num_layers=config.target_layers,
+        head_size=2,
+        window=None,
+        global_layers=(),
     )
     _, read = parse_head("config.json", content, target, layer.dtype, found)
     if not config.has_layer:

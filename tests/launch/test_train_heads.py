@@ -1,14 +1,16 @@
 """launch/train.py trains heads of pairs and public checkpoints; exported, they draft by a word."""
 
 import dataclasses
+import io
 import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
-from configs import hf_head
+from configs import hf_head, python_pair
 from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig
@@ -17,7 +19,9 @@ from specsamp import FeatureDrafter, generate, load_pair
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import read_pair
-from specsamp.training.source import open_first_head, open_trained
+from specsamp.mesh.layout import make_mesh
+from specsamp.models.mtp import MTPConfig
+from specsamp.training.source import layer_fields, open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.refusals import refusal
 from support.run_script import save_public_target, save_tiny_pair, succeed
@@ -318,5 +322,26 @@ def test_draft_of_other_sizes_is_refused(train, run_training, chats, public_targ
         run_training(draft_config(public_target, chats, **narrow), "narrow")
 
 
-def test_public_head_kind_is_named_in_config():
-    assert hf_head.get_config("target,medusa").head.kind == "medusa"
+@pytest.mark.parametrize("kind", python_pair.HEADS)
+def test_default_head_of_a_public_target_can_be_exported(train, public_target, kind):
+    config = hf_head.get_config(f"{public_target},{kind}")
+    if kind != "mtp" and kind != "medusa":
+        config.head.hidden_layers = (0, 1)
+    if kind == "head":
+        config.head.draft_vocab_size = 40
+    if kind in python_pair.BLOCKS:
+        config.head.mask_id = 299
+    config = TrainingConfig.from_config_dict(config)
+    target = train.find_target(config, make_mesh(model=1), said := Console(file=io.StringIO()))
+    config = config.turned({"model": layer_fields(dict(config.model), target.config)})
+    head = train.make_task(config, train.make_model(config), target).head
+    train.warn_of_export(head, said)
+    assert "will refuse" not in said.file.getvalue()
+    assert head.config.kind.lower() == {"head": "eagle-3"}.get(kind, kind)
+
+
+def test_head_that_no_file_describes_is_said(train):
+    said = Console(file=io.StringIO())
+    config = MTPConfig(layer=CONFIG, target_layers=2, hidden_layers=(1,), hidden_first=False)
+    train.warn_of_export(config.head(), said)
+    assert "will refuse this head" in said.file.getvalue()
