@@ -33,6 +33,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.training import TrainingConfig
 from specsamp import TransformerConfig, TransformerLM, storage
 from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.export import describe_model
 from specsamp.checkpoints.head_export import describe_head
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes, init_shapes
@@ -43,7 +44,7 @@ from specsamp.jax_names import multihost_utils
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.dflash import BlockHead
-from specsamp.models.heads import DRAFT_IDS, Head
+from specsamp.models.heads import DRAFT_IDS, HeadConfig
 from specsamp.training import run_folder, source
 from specsamp.training.block_heads import TrainBlock
 from specsamp.training.data import (
@@ -144,7 +145,9 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
             run_folder.write_array(folder / run_folder.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     say_sizes(config, task, corpus, windows, console)
     if is_head:
-        warn_of_export((task.drafting if config.together else task).head, console)
+        warn_of_export((task.drafting if config.together else task).head.config, console)
+    elif target is not None and target.public:
+        warn_of_export(model.config, console)
     state = train(
         task,
         train_config,
@@ -212,12 +215,15 @@ def say_sizes(
     )
 
 
-def warn_of_export(head: Head, console: Console) -> None:
-    """Prints why no file can describe a head, if none can, before its training begins."""
+def warn_of_export(config: HeadConfig | TransformerConfig, console: Console) -> None:
+    """Prints why no file can describe a head or a draft, if none can, before it is trained."""
     try:
-        describe_head(head.config, target_name="", K=1)
+        if isinstance(config, HeadConfig):
+            describe_head(config, target_name="", K=1)
+        else:
+            describe_model(config, eos_id=None)
     except ValueError as error:
-        console.print(f"launch/export.py will refuse this head: {error}", style="yellow")
+        console.print(f"launch/export.py will refuse this draft: {error}", style="yellow")
 
 
 def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:

@@ -335,13 +335,19 @@ def test_default_head_of_a_public_target_can_be_exported(train, public_target, k
     target = train.find_target(config, make_mesh(model=1), said := Console(file=io.StringIO()))
     config = config.turned({"model": layer_fields(dict(config.model), target.config)})
     head = train.make_task(config, train.make_model(config), target).head
-    train.warn_of_export(head, said)
+    train.warn_of_export(head.config, said)
     assert "will refuse" not in said.file.getvalue()
     assert head.config.kind.lower() == {"head": "eagle-3"}.get(kind, kind)
 
 
-def test_head_that_no_file_describes_is_said(train):
+@pytest.mark.parametrize(
+    "config",
+    [
+        MTPConfig(layer=CONFIG, target_layers=2, hidden_layers=(1,), hidden_first=False),
+        dataclasses.replace(CONFIG, query_key_norm=True),
+    ],
+)
+def test_draft_that_no_file_describes_is_said(train, config):
     said = Console(file=io.StringIO())
-    config = MTPConfig(layer=CONFIG, target_layers=2, hidden_layers=(1,), hidden_first=False)
-    train.warn_of_export(config.head(), said)
-    assert "will refuse this head" in said.file.getvalue()
+    train.warn_of_export(config, said)
+    assert "will refuse this draft" in said.file.getvalue()
