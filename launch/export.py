@@ -234,7 +234,10 @@ def tokenizer_of(trained: Source) -> JsonTokenizer:
     data = trained.provenance["config"]["data"]
     given = data["tokenizer"] and storage.place(data["tokenizer"]).parent
     chat = read_chat_template(given) if given else None
-    return JsonTokenizer(trained.folder / "tokenizer.json", data["eos"], chat=chat)
+    # The tokenizer of a public target has another end of text, which its draft does not need.
+    is_public = "name" in trained.provenance.get("target", {})
+    eos = None if is_public else data["eos"]
+    return JsonTokenizer(trained.folder / "tokenizer.json", eos, chat=chat)
 
 
 def provenance_of(trained: Source) -> dict:

@@ -280,6 +280,7 @@ def draft_config(target, chats, **fields):
             "data.length": 16,
             "data.held_out": 0.3,
             "data.held_out_windows": 8,
+            "data.eos": "<not the target's>",
             "generated.share": 0.0,
             "generated.prompt_length": 4,
             "model.num_layers": 1,
