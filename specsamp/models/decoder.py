@@ -18,7 +18,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts, run_experts
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels
-from specsamp.models.modules import FeedForward, Norm, parameter, table, weight
+from specsamp.models.modules import FeedForward, Norm, embedding, parameter, table, weight
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.recurrent import GatedDelta
 from specsamp.models.visibility import positions_of
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
     def setup(self):
         config, experts, layout, kernels = self.config, self.experts, self.layout, self.kernels
-        self.embedding = table(self, "embedding", config.vocab_size, config.width)
+        self.embedding = embedding(self, config.vocab_size, config.width)
         # Zero at first: an n-gram that does not occur in training adds nothing.
         shape = config.ngram_rows, config.width
         self.ngram_tables = [
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         """
         config = self.config
         with jax.named_scope("embed"):
-            x_BTD = take_rows(self.embedding, tokens_BT)
+            x_BTD = take_rows(self.embedding, tokens_BT)[..., : config.width]
             if config.num_ngram_tables:
                 memory_BS = None if cache is None else cache.tokens.tokens_BS
                 rows, memory_BS = ngrams.rows_of_call(tokens_BT, start_B, memory_BS, config, block)

@@ -24,9 +24,9 @@ from specsamp import validate
 from specsamp.arrays import pad_axis
 from specsamp.models.cache import KERNEL_SLOTS, KVCache, LayerCache, kind_of_cache
 from specsamp.models.config import TransformerConfig
-from specsamp.models.int8 import decode_weights, take_rows
+from specsamp.models.int8 import decode_weights, pad_rows, take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
-from specsamp.models.modules import table, weight
+from specsamp.models.modules import embedding, table, weight
 from specsamp.models.products import contract, full_precision
 from specsamp.models.visibility import positions_of
 from specsamp.sampling.rules import take_row
@@ -162,7 +162,7 @@ class HeadModule(nn.Module):
         """Declares the embedding and the output, unless they are the target's."""
         config, width = self.config, self.config.layer.width
         if config.own_embedding:
-            self.embedding = table(self, "embedding", config.layer.vocab_size, width)
+            self.embedding = embedding(self, config.layer.vocab_size, width)
         if config.own_output:
             self.output = table(self, "output", config.num_outputs, width)
 
@@ -177,7 +177,8 @@ class HeadModule(nn.Module):
 
     def embed(self, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens, ``[B, T, D]``."""
-        return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
+        x_BTD = take_rows(self.embedding, tokens_BT)[..., : self.config.layer.width]
+        return x_BTD.astype(self.config.layer.compute_dtype)
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         """Returns the features ``[B, T, D]`` of hidden states; by default the single
@@ -304,9 +305,10 @@ class Head:
         params = dict(params)
         ids_U = params.pop(DRAFT_IDS, None)
         layer = self.config.layer
-        return self.training_weights(
-            decode_weights(params, layer.compute_dtype, layer.weight_dtype), ids_U
-        )
+        weights = decode_weights(params, layer.compute_dtype, layer.weight_dtype)
+        if self.config.own_embedding and self.kernels is not None:
+            weights["embedding"] = pad_rows(weights["embedding"])
+        return self.training_weights(weights, ids_U)
 
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
         """Returns the weights for the other methods, from float32 parameters and the ids of a

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
+from specsamp.arrays import pad_axis
 
 Array = jax.Array
 
@@ -40,6 +41,7 @@ SUMMED_AXES = {
 NOT_READ = ("relative",)
 
 SIDES = ("target", "draft")
+LANES = 128  # entries in a row of a TPU's tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +166,21 @@ def take_rows(table: Array | Int8Weight, ids: Array) -> Array:
     if is_int8(table):
         return table.values[ids].astype(jnp.float32) * table.scale[ids]
     return table[ids]
+
+
+def whole_tiles(width: int) -> int:
+    """Returns the width of rows of a table that are padded to whole tiles of a TPU."""
+    return -(-width // LANES) * LANES
+
+
+def pad_rows(table: Array | Int8Weight) -> Array | Int8Weight:
+    """Returns a table ``[V, D]`` with zeros behind each row, so that rows are whole tiles.
+
+    A TPU stores a table whose rows are not by columns, and copies all of it to look up two rows.
+    """
+    if is_int8(table):
+        return dataclasses.replace(table, values=pad_rows(table.values))
+    return pad_axis(table, whole_tiles(table.shape[1]) - table.shape[1])
 
 
 def decode_weights(params: Any, dtype: jnp.dtype, weight_dtype: str | None) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.models.config import ACTIVATIONS, TransformerConfig
-from specsamp.models.int8 import Int8Weight
+from specsamp.models.int8 import Int8Weight, whole_tiles
 from specsamp.models.interface import Kernels
 from specsamp.models.products import contract
 
@@ -55,6 +55,17 @@ def table(
       fan_in: see `weight`; None: the width.
     """
     return weight(module, name, (rows, width), ("vocab", "embed"), fan_in=fan_in or width)
+
+
+def embedding(module: nn.Module, rows: int, width: int) -> Array | Int8Weight:
+    """Declares the table ``[rows, width]`` that embeds tokens; returns its value, whose rows are
+    padded in weights for a TPU, see `pad_rows`.
+    """
+    name, read = "embedding", width
+    if module.has_variable("params", name):
+        found = jax.tree.leaves(module.get_variable("params", name))[0].shape[1]
+        read = found if found == whole_tiles(width) else width
+    return table(module, name, rows, read, fan_in=width)
 
 
 def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> Array:

@@ -26,7 +26,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
-from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
+from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, pad_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
@@ -177,6 +177,8 @@ class TransformerLM(LayeredModel):
         """
         weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
         weights = self._of_recurrent(weights, join_parts)
+        if self.kernels is not None and not self.config.tied:
+            weights["embedding"] = pad_rows(weights["embedding"])
         return {
             "params": to_cpu_order(weights) if self.weight_order == "cpu" else weights,
             "relative_keys": None,
