@@ -36,7 +36,6 @@ from specsamp import (
 )
 from specsamp.decoding.drafters.block_head import LAWS
 from specsamp.decoding.drafters.tree import sized
-from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
 from specsamp.decoding.pair import Tokenizer
 from specsamp.models.heads import Head
@@ -80,7 +79,7 @@ def _head(
     if isinstance(size, TreeShape):
         if draft.config.drafts_blocks:
             return BlockTree(target, draft, tree=size)
-        return FeatureTree(target, draft, decode_window(), tree=size)
+        return FeatureTree(target, draft, tree=size)
     drafter = head_drafter(target, draft, size)
     if law is None:
         return drafter
@@ -94,9 +93,7 @@ def _head(
 
 DRAFTERS = {
     "model": Word(
-        make=lambda target, draft, size, config: sized(
-            ModelDrafter, ModelTree, size, draft, window=decode_window()
-        ),
+        make=lambda target, draft, size, config: sized(ModelDrafter, ModelTree, size, draft),
         draft="model",
         compiled=True,
     ),
@@ -109,7 +106,7 @@ DRAFTERS = {
         reads=("mask_id",),
     ),
     "beam": Word(
-        make=lambda target, draft, size, config: BeamDrafter(draft, size, decode_window()),
+        make=lambda target, draft, size, config: BeamDrafter(draft, size),
         draft="model",
         trees=False,
     ),
@@ -121,7 +118,7 @@ DRAFTERS = {
     },
     "early_exit": Word(
         make=lambda target, draft, size, config: sized(
-            EarlyExitDrafter, EarlyExitTree, size, target, config.exit_layer, window=decode_window()
+            EarlyExitDrafter, EarlyExitTree, size, target, config.exit_layer
         ),
         inside=True,
         reads=("exit_layer",),
@@ -129,7 +126,7 @@ DRAFTERS = {
     ),
     "window": Word(
         make=lambda target, draft, size, config: WindowDrafter(
-            target, size, config.window, config.sinks, decode_window()
+            target, size, config.window, config.sinks
         ),
         trees=False,
         reads=("window", "sinks"),

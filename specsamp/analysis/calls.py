@@ -121,7 +121,7 @@ def _score(
     loop: Loop, positions: int, weights: Weights, request: RequestBatch, state: DecodeState
 ) -> tuple[DecodeState, Array]:
     """Calls the target; returns the state with its cache, and the logits."""
-    tokens_BT = state.tokens_BS[:, : max(positions, loop.window)]
+    tokens_BT = state.tokens_BS[:, :positions]
     layers = loop.drafter.hidden_layers
     output = loop.target(
         weights.target, tokens_BT, state.lengths_B, state.cache, hidden_layers=layers

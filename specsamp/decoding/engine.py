@@ -105,7 +105,7 @@ class Engine:
             longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
             # Little more than the model's positions.
             longest = max(min(longest, positions_of(pair.target)), padded_length)
-            slots = round_slots(max(longest + loop.headroom, loop.window))
+            slots = round_slots(longest + loop.headroom)
         check_memory(loop, rows=batch + spare, slots=slots)
         return cls(
             pair=pair,

@@ -53,7 +53,6 @@ from specsamp.decoding.state import (
     Stats,
     Weights,
     gather_tokens,
-    write_tokens,
 )
 from specsamp.decoding.trees import block_of, keep_path, path_draft
 from specsamp.jax_names import core
@@ -74,9 +73,6 @@ class Loop:
     shape.
 
     Attributes:
-      window: the minimum number of tokens per call of the target. On a TPU, one token is slower
-        than two, since it does not use the matrix unit. With 2, plain decoding also reads the token
-        before the pending token again.
       keep_log_probs: whether to record the log-probabilities of the emitted tokens: True, under the
         target; "sampled", under the warped distribution that they were sampled from.
       keep_rounds: whether to record where rounds begin, so that sequences can be cut and counted
@@ -89,7 +85,6 @@ class Loop:
     target: LanguageModel
     drafter: Drafter
     rule: Rule
-    window: int = 1
     keep_log_probs: bool | str = False
     keep_rounds: bool = False
     adaptive: Adaptive | None = None
@@ -258,34 +253,17 @@ class Loop:
         """Calls the target once; returns its output at the pending token and at each
         drafted token.
         """
-        positions, is_tree = draft.tokens_BK.shape[1] + 1, draft.parents_BK is not None
-        width = positions if is_tree else max(positions, self.window)
-        start_B = jnp.maximum(state.lengths_B + positions - 1 - width, 0)
-        if width == positions:
-            pending_B1 = gather_tokens(state.tokens_BS, start_B, 1)
-            tokens_BT = jnp.concatenate([pending_B1, draft.tokens_BK], axis=1)
-        else:  # a wider window begins with tokens that the cache holds already
-            tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
-            tokens_BT = gather_tokens(tokens_BS, start_B, width)
-        options = {"block": block_of(draft, start_B)} if is_tree else {}
+        start_B = state.lengths_B - 1
+        pending_B1 = gather_tokens(state.tokens_BS, start_B, 1)
+        tokens_BT = jnp.concatenate([pending_B1, draft.tokens_BK], axis=1)
+        options = {} if draft.parents_BK is None else {"block": block_of(draft, start_B)}
         options["hidden_layers"] = self.drafter.hidden_layers
         output = self.target(weights.target, tokens_BT, start_B, cache, **options)
         check_logits("target", self.target, output)
         logits_BTV = output.logits_BTV.astype(
             jnp.promote_types(output.logits_BTV.dtype, jnp.float32)
         )
-        if width == positions:
-            return dataclasses.replace(output, logits_BTV=logits_BTV)
-        first_B = state.lengths_B - 1 - start_B  # the pending token's position in the window
-
-        def cut(x_BT):
-            return jax.vmap(
-                lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, positions, axis=0)
-            )(x_BT, first_B)
-
-        return dataclasses.replace(
-            output, logits_BTV=cut(logits_BTV), hidden=tuple(map(cut, output.hidden))
-        )
+        return dataclasses.replace(output, logits_BTV=logits_BTV)
 
     def commit(
         self,
@@ -396,8 +374,7 @@ class Loop:
           request: of ``B * num_samples`` rows; the rows of prompt i begin at ``i * num_samples``.
           tokens_BP: prompts, padded on the right.
           lengths_B: true lengths, at least 1.
-          slots: slots of caches and token buffer: the largest limit plus `headroom`, at least P and
-            `window`.
+          slots: slots of caches and token buffer: the largest limit plus `headroom`, at least P.
         """
 
         def read(weights, request, tokens_BP, lengths_B):
@@ -551,8 +528,3 @@ def _program(loop: Loop, options: Options) -> _Program:
     """Returns the jitted loop of all shards; equal loops share a program."""
     run = loop.shards.map(loop._run, (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED, REPLICATED))
     return jax.jit(run, donate_argnums=2, compiler_options=dict(options) or None)
-
-
-def decode_window() -> int:
-    """Returns `Loop.window` for the platform at hand."""
-    return 2 if jax.default_backend() == "tpu" else 1

@@ -18,7 +18,7 @@ from specsamp.decoding.drafter import (
     positions_of,
     with_length,
 )
-from specsamp.decoding.loop import Loop, decode_window
+from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
@@ -89,7 +89,6 @@ class Method:
             target=pair.target,
             drafter=self.drafter,
             rule=self.rule,
-            window=decode_window(),
             keep_log_probs=keep_log_probs,
             keep_rounds=keep_rounds,
             adaptive=adaptive,
@@ -283,8 +282,8 @@ def default_drafter(pair: Pair, K: int) -> Drafter:
             "draft_length=0 to decode autoregressively"
         )
     if pair.vocabulary is not None:
-        return TranslatingDrafter(pair.draft, pair.vocabulary, K, decode_window())
-    return ModelDrafter(pair.draft, K, decode_window())
+        return TranslatingDrafter(pair.draft, pair.vocabulary, K)
+    return ModelDrafter(pair.draft, K)
 
 
 def head_drafter(target: LanguageModel, head: Head, K: int) -> Drafter:
@@ -304,4 +303,4 @@ def head_drafter(target: LanguageModel, head: Head, K: int) -> Drafter:
         return AssistantDrafter(target, head, K)
     if isinstance(head, ModuleChain):
         return ModuleDrafter(target, head, K)
-    return FeatureDrafter(target, head, K, decode_window())
+    return FeatureDrafter(target, head, K)

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specsamp.arrays import pad_axis
 from specsamp.models import few_rows
 from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
 
@@ -39,12 +40,48 @@ def contract(
     ``y`` may be a float32 parameter: it is rounded for the product, but its gradient is not.
     Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other
     operand or in the result. The scale of an int8 weight multiplies the sums before they are
-    rounded; int8 weights have no gradient.
+    rounded; int8 weights have no gradient. A TPU multiplies a single row together with a row of
+    zeros: alone it would not use the matrix unit.
 
     Args:
       copies: of ``x``, along its first axis.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    row = _only_row(spec, x, y)
+    if row is None:
+        return _product(spec, x, y, dtype, copies)
+    at, of_result = row
+
+    def multiply(x: Array, y: Array | Int8Weight) -> Array:
+        return _product(spec, x, y, dtype, copies)
+
+    def multiply_two_rows(x: Array, y: Array | Int8Weight) -> Array:
+        product = multiply(pad_axis(x, 1, at), y)
+        return jax.lax.slice_in_dim(product, 0, 1, axis=of_result)
+
+    return jax.lax.platform_dependent(x, y, tpu=multiply_two_rows, default=multiply)
+
+
+def _only_row(spec: str, x: Array, y: Array | Int8Weight) -> tuple[int, int] | None:
+    """Returns the axis of ``x``, and of the result, of the only row of a product with a weight.
+
+    None: there are more rows, or the kernel of few rows multiplies.
+    """
+    inputs, result = spec.split("->")
+    of_x, of_y = inputs.split(",")
+    rows = [axis for axis in of_x if axis not in of_y]
+    sizes = dict(zip(of_x, x.shape, strict=True))
+    is_weight = "B" not in of_y and rows
+    if not is_weight or any(sizes[axis] > 1 for axis in rows):
+        return None
+    if few_rows.takes(spec, x, y.values if is_int8(y) else y):
+        return None
+    return of_x.index(rows[-1]), result.index(rows[-1])
+
+
+def _product(
+    spec: str, x: Array, y: Array | Int8Weight, dtype: jnp.dtype, copies: int | None
+) -> Array:
     if is_int8(y):
         return (_int8_sums(spec, x, y, copies) * _scale_of_output(spec, y.scale)).astype(dtype)
     x = _copied(x, copies)

@@ -90,7 +90,7 @@ class Batch:
         all_rows, all_slots = (most,), (engine.slots,)
         if rounds is not None:
             all_rows = powers(1, most)
-            all_slots = powers(max(SMALLEST_SLOTS, loop.window), engine.slots)
+            all_slots = powers(SMALLEST_SLOTS, engine.slots)
         size = Size(all_rows[0], all_slots[0])
         self._chunks = chunks = [min(count, size.slots) for count in chunk_sizes()]
         # How many prompts of a data shard are read together.

@@ -60,7 +60,7 @@ class Intake:
         """Returns an engine for all requests."""
         keeps = dict(keep_log_probs=True, keep_rounds=True)
         loop = self.method.loop(self._pair, **keeps)
-        slots = max(self._context + max(loop.headroom, chunk_sizes()[0]), loop.window)
+        slots = self._context + max(loop.headroom, chunk_sizes()[0])
         engine = Engine.create(
             self._pair,
             self.method,

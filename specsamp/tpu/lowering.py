@@ -48,9 +48,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
-WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
-STEP_WINDOWS = (WINDOW, 4)  # tried for a step, so that the baseline is measured at its best
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Programs:
@@ -178,7 +175,6 @@ class Programs:
             target=self.target,
             drafter=self.drafter(size),
             rule=rule,
-            window=WINDOW,
             shards=self.shards,
         )
         weights = Weights(target=self.weights(self.target), draft=self.draft_weights())
@@ -227,16 +223,14 @@ class Programs:
                     "compile reports are of one MTP module; this head has "
                     f"{head.config.num_modules}"
                 )
-            return sized(FeatureDrafter, FeatureTree, size, target, head, window=WINDOW)
+            return sized(FeatureDrafter, FeatureTree, size, target, head)
         if isinstance(self.draft.model, WindowStep):
             step = self.draft.model
-            return WindowDrafter(target, size, step.window, step.sinks, positions=WINDOW)
+            return WindowDrafter(target, size, step.window, step.sinks)
         if self.inside:
-            return sized(
-                EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW
-            )
+            return sized(EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers)
         draft = self.draft if is_sharded else self.draft.model
-        return sized(ModelDrafter, ModelTree, size, draft, window=WINDOW)
+        return sized(ModelDrafter, ModelTree, size, draft)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""
@@ -254,17 +248,11 @@ def scored_rows(size: int | TreeShape) -> int:
     return (size.K if isinstance(size, TreeShape) else size) + 1
 
 
-def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
-    """Returns the numbers of tokens that are tried for a step of one new token per sequence, or the
-    rows of a block.
-
-    One token is tried with several sequences, and where tokens choose experts: one that is fed
-    again chooses some, too.
-    """
-    if isinstance(model.model, HeadModel) and model.model.head.config.drafts_blocks:
-        return (model.model.head.config.block_size,)
-    several = programs.batch > programs.shards.count
-    return (1, *STEP_WINDOWS) if several or model.config.experts else STEP_WINDOWS
+def rows_of_step(model: ShardedModel) -> int:
+    """Returns the rows of a step of a sequence: of one token, or of a block."""
+    is_head = isinstance(model.model, HeadModel)
+    config = model.model.head.config if is_head else None
+    return config.block_size if is_head and config.drafts_blocks else 1
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:
@@ -294,7 +282,7 @@ class WindowStep(TransformerLM):
     def init_cache(self, batch: int, slots: int) -> Any:
         cache = super().init_cache(batch, slots)
         first_B, window = jnp.full(batch, self.sinks), min(self.window, slots - self.sinks)
-        return self.cut_cache(cache, self.sinks, first_B, window, max(STEP_WINDOWS))
+        return self.cut_cache(cache, self.sinks, first_B, window, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,6 @@ each program.
 
     report = compile_report(Programs(...), topology="v4:2x2x4", size=4, rule=TokenRule())
 
-A step is compiled for several numbers of tokens (`specsamp.tpu.lowering.step_windows`), and the
-fastest counts.
-
 The floor of a call is its weights, and all slots of its cache and of its table of relative keys,
 each read once. Of experts it counts the number that the tokens of the call are expected to choose,
 divided evenly among the devices; the traffic is that of the device that reads most of them, since
@@ -35,8 +32,8 @@ from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.torus import find_boxes
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, estimate, fit_published, two_digits
-from specsamp.tpu.lowering import Programs, scored_rows, step_windows
-from specsamp.tpu.program import USABLE, Memory, Program, fastest, measure_program
+from specsamp.tpu.lowering import Programs, rows_of_step, scored_rows
+from specsamp.tpu.program import USABLE, Memory, Program, measure_program
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.work import Work, calls_of_round, hops
 
@@ -179,9 +176,7 @@ def _compiled(
     rule: Rule,
     progress: Say,
 ) -> Program:
-    """Compiles and measures the program of a name; of several windows for one token, the fastest
-    counts.
-    """
+    """Compiles and measures the program of a name."""
     scored = scored_rows(size)
     if name == "round":
         progress(f"round, {scored} tokens")
@@ -198,25 +193,17 @@ def _compiled(
     model = programs.draft if name.startswith("draft") else programs.target
     tree = None
     if name.endswith("step"):
-        new = 1
-        fed = step_windows(programs, model)
+        new, fed = 1, rows_of_step(model)
     elif name == "score":
-        new = scored
-        fed = (scored,)
+        new = fed = scored
         tree = size if isinstance(size, TreeShape) else None
     else:
-        new = min(PREFILL, programs.slots)
-        fed = (new,)
+        new = fed = min(PREFILL, programs.slots)
+    progress(f"{name}, {fed} tokens")
     floor = functools.partial(programs.floor, model, tokens=new)
-    found = []
-    for tokens in fed:
-        progress(f"{name}, {tokens} tokens")
-        is_prompt = name.endswith("prefill")
-        lowered = functools.partial(programs.call, model, tokens, tree, is_prompt=is_prompt)
-        found.append(
-            measure_program(name, tokens, floor, lowered, topology, layers=model.config.num_layers)
-        )
-    return fastest(found, parse(topology)[0])
+    is_prompt = name.endswith("prefill")
+    lowered = functools.partial(programs.call, model, fed, tree, is_prompt=is_prompt)
+    return measure_program(name, fed, floor, lowered, topology, layers=model.config.num_layers)
 
 
 def compiled_costs(report: dict[str, Any]) -> CostTable:

@@ -130,12 +130,6 @@ class Program:
         )
 
 
-def fastest(programs: Sequence[Program], chip: Chip) -> Program:
-    """Returns the fitting program with the least lower bound; if none fits, the first."""
-    fitting = [program for program in programs if program.memory is not None]
-    return min(fitting, key=lambda one: one.lower_bound_ms(chip), default=programs[0])
-
-
 def measure_program(
     name: str,
     tokens: int,

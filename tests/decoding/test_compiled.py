@@ -46,18 +46,18 @@ def compiled_run(
     vocab_size=4096,
     layout="default",
     num_layers=1,
-    exit_window=None,
+    early_exit=False,
     adaptive=None,
     **changes,
 ):
-    """Compiles `Loop.run` for abstract shapes; with an ``exit_window``, an early exit drafts."""
+    """Compiles `Loop.run` for abstract shapes; with ``early_exit``, the first layer drafts."""
     target = TransformerLM(
         target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout
     )
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     drafter = ModelDrafter(draft, K) if K else NoDrafter()
-    if exit_window is not None:
-        drafter = EarlyExitDrafter(target, 1, K, exit_window)
+    if early_exit:
+        drafter = EarlyExitDrafter(target, 1, K)
     loop = Loop(
         target=target, drafter=drafter, rule=rule, adaptive=adaptive and adaptive.for_batch(batch)
     )
@@ -119,7 +119,7 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
 SMALL = dict(positions="rotary", num_layers=2, vocab_size=512)
 PACED = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3))
 COPY_NO_CACHE = {
-    "an early exit of two rows a step": (3, dict(exit_window=2)),
+    "an early exit": (3, dict(early_exit=True)),
     "widths, with a draft model that catches up": (3, dict(adaptive=PACED)),
 }
 

@@ -70,11 +70,10 @@ WEIGHTS = Weights(target=TARGET, draft=TARGET)
 TABLE = chain(temperature(1.0))
 
 
-def table_loop(drafter=FeatureDrafter, layer=0, K=3, scored=1, **options):
-    """Returns a loop that scores at least ``scored`` tokens in a call."""
+def table_loop(drafter=FeatureDrafter, layer=0, K=3):
     target = ShowsTokens(V)
-    drafter = drafter(target, table_head(V, layer), K, **options)
-    return Loop(target=target, drafter=drafter, rule=TokenRule(), window=scored)
+    drafter = drafter(target, table_head(V, layer), K)
+    return Loop(target=target, drafter=drafter, rule=TokenRule())
 
 
 def prefilled(loop, ids=(0, 1, 2), slots=40, samples=1):
@@ -90,8 +89,7 @@ def first_acceptance(loop):
 
 
 def test_right_features_are_accepted_always():
-    """First tokens are always accepted, even if head and target read earlier tokens again."""
-    loop = table_loop(window=3, scored=6)
+    loop = table_loop()
     assert first_acceptance(loop) == 1
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
     second = state.stats.accepted_BT[:, 2:].sum() / state.stats.reached_BK[:, 1].sum()
@@ -119,6 +117,4 @@ def test_default_draft_is_as_long_as_the_head():
     assert make_method(pair).drafter.K == 2, "fewer than generate's own default"
 
 
-test_refused_feature_drafters = refused_arguments(
-    table_loop, {"K .*>= 1.*got 0": dict(K=0), "window .*below 4; got 4": dict(window=4)}
-)
+test_refused_feature_drafters = refused_arguments(table_loop, {"K .*>= 1.*got 0": dict(K=0)})

@@ -5,7 +5,6 @@ several rounds, in half the time of four after three.
 """
 
 import numpy as np
-import pytest
 
 from specsamp import ModelDrafter, TokenRule, chain, min_p, temperature, top_k
 from support.fakes import (
@@ -29,8 +28,8 @@ from support.loop_distributions import (
 )
 
 
-def model(K, window=1):
-    return ModelDrafter(TableLM(V), K, window)
+def model(K):
+    return ModelDrafter(TableLM(V), K)
 
 
 def test_texts_have_the_distribution_of_the_target():
@@ -38,12 +37,6 @@ def test_texts_have_the_distribution_of_the_target():
     loop = table_loop(TokenRule(), model(4))
     sampling = chain(temperature(1.5), top_k(2))
     assert distribution_test(loop, FAR, sampling, length=4) > FALSE_ALARM
-
-
-@pytest.mark.slow
-def test_refed_tokens_keep_the_distribution():
-    loop = table_loop(TokenRule(), model(1, window=3), window=4)
-    assert distribution_test(loop, NEAR, FULL, length=3) > FALSE_ALARM
 
 
 def test_rows_with_parameters_of_their_own():

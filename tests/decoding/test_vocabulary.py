@@ -137,7 +137,7 @@ def worst_error(loop, rounds=6, state=None):
 @pytest.mark.slow
 def test_draft_reads_the_text_in_own_ids():
     """Chunks and pauses: test_next_round.py."""
-    assert worst_error(loop_of(K=3, window=3)) < 1e-6
+    assert worst_error(loop_of(K=3)) < 1e-6
 
 
 class OneIdShort(TranslatingDrafter):

@@ -18,7 +18,7 @@ WINDOW, SINKS, K = 6, 2, 3
 
 
 def test_text_equals_plain_decoding():
-    made = drafted("n-grams", lambda target: WindowDrafter(target, K, WINDOW, SINKS, 2))
+    made = drafted("n-grams", lambda target: WindowDrafter(target, K, WINDOW, SINKS))
     assert tokens(made) == plain("n-grams")
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
@@ -162,6 +162,5 @@ test_refused_windows = refused_calls(
         "not the pair's target": lambda: generate(pair_of("rotary"), TEXTS, 4, drafter=make()),
         "K .*>= 1.*got 0": lambda: make(K=0),
         "window .*>= 1.*got 0": lambda: make(window=0),
-        "positions .*below 3; got 3": lambda: make(positions=3),
     }
 )

@@ -16,6 +16,7 @@ from specsamp.models.products import contract
 from support.weights import drawn_params
 
 OPTIMISED = True
+multiply = products._product
 
 SHAPES = {
     "BTD,VD->BTV": ((2, 3, 8), (5, 8)),
@@ -48,6 +49,43 @@ def test_float32_is_einsum(spec):
     ):
         assert ours.dtype == jnp.float32
         assert_allclose(ours, plain, atol=1e-5)
+
+
+# One row; the copies of the second are another axis.
+ONE_ROW = {
+    "BTD,VD->BTV": ((1, 1, 8), (5, 8), None),
+    "NRD,NDH->NRH": ((1, 1, 8), (3, 8, 4), 3),
+    "BD,DR->BR": ((1, 8), (8, 6), None),
+}
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+@pytest.mark.parametrize("spec", ONE_ROW)
+def test_one_row_is_two_on_a_tpu(spec, in_int8, monkeypatch):
+    of_x, of_y, copies = ONE_ROW[spec]
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in (of_x, of_y))
+    if in_int8:
+        y = quantise(y, (spec.split(",")[1].index("D"),))
+    plain = contract(spec, x, y, copies=copies)
+    rows = []
+    monkeypatch.setattr(
+        products,
+        "_product",
+        lambda spec, x, *rest: rows.append(x.size // 8) or multiply(spec, x, *rest),
+    )
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *operands, tpu, default: tpu(*operands)
+    )
+    assert_allclose(contract(spec, x, y, copies=copies), plain, rtol=1e-6)
+    assert rows == [2]
+
+
+def test_two_rows_and_products_of_rows_are_as_they_are(monkeypatch):
+    monkeypatch.delattr(jax.lax, "platform_dependent")
+    for spec, (of_x, of_y) in SHAPES.items():
+        contract(spec, jnp.ones(of_x), jnp.ones(of_y))
+    contract("BMRH,BMSH->BMRS", jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 5, 4)))
 
 
 @every_spec

@@ -16,7 +16,7 @@ from specsamp.models.int8 import dequantise, is_int8
 from specsamp.models.kernels import delta_step
 from specsamp.models.kernels.dispatch import PallasKernels
 from specsamp.tpu import schedules
-from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
+from specsamp.tpu.lowering import Programs
 from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
 from support import extras
@@ -106,11 +106,37 @@ def test_floors_count_experts_of_all_tokens():
     assert of_round == made.floor(made.target, tokens=5) + 4 * made.floor(made.target)
 
 
-def test_step_of_experts_may_feed_one_token():
-    assert step_windows(with_experts(), with_experts().target) == (1, *STEP_WINDOWS)
-    assert (
-        step_windows(with_experts(experts=None), with_experts(experts=None).target) == STEP_WINDOWS
-    )
+# Rows of 2,880 entries are no whole tiles: a TPU would store the embedding by columns.
+UNEVEN = dict(experts=None, width=2880, head_size=128, vocab_size=2**17)
+
+
+@pytest.mark.slow
+def test_rows_of_an_embedding_are_looked_up_alone():
+    """The control, whose rows are not padded, reads the whole embedding."""
+    read = []
+    for kernels in (PallasKernels(), None):
+        made = with_experts(**UNEVEN, kernels=kernels)
+        text = made.call(made.target, 5).compile().as_text()
+        read.append(traffic_of(text).read - made.floor(made.target))
+        schedules.take()
+    embedding = UNEVEN["vocab_size"] * UNEVEN["width"] * 2 / 4
+    assert read[0] < embedding / 4 < embedding < read[1]
+
+
+@pytest.mark.slow
+def test_one_token_uses_the_matrix_unit(monkeypatch):
+    """It takes no more cycles than five tokens; the control multiplies a single row."""
+    made = with_experts(**UNEVEN, kernels=PallasKernels())
+
+    def cycles(tokens):
+        text = made.call(made.target, tokens).compile().as_text()
+        schedules.take()
+        return traffic_of(text).cycles
+
+    one, five = cycles(1), cycles(5)
+    monkeypatch.setattr(products, "_only_row", lambda *_: None)
+    jax.clear_caches()
+    assert one < 1.1 * five < 1.5 * five < cycles(1)
 
 
 # Weights and caches in int8: HBM is read in int8, and no wider values are written to it.

@@ -50,7 +50,7 @@ class BeamDrafter(ModelDrafter):
     ``beams`` times as many rows, with K tokens in each.
 
     Attributes:
-      model, K, window: as in `ModelDrafter`.
+      model, K: as in `ModelDrafter`.
       beams: W, hypotheses kept after each token, from 1 (the greedy chain) to the size of the
         vocabulary.
     """
@@ -62,7 +62,7 @@ class BeamDrafter(ModelDrafter):
         validate.integer("beams", self.beams, 1, self.model.vocab_size + 1)
 
     def propose(self, weights, state, prefix, cache, sample):
-        lengths_B, beams, width = prefix.lengths_B, self.beams, max(self.K, self.window)
+        lengths_B, beams = prefix.lengths_B, self.beams
         batch = len(lengths_B)
         logits_BV, state = self.last_logits(
             weights, state, prefix.tokens_BS, lengths_B, self.first_window
@@ -102,7 +102,7 @@ class BeamDrafter(ModelDrafter):
             caches, found = carry
             tokens_RS = found.tokens_BWS.reshape(batch * beams, -1)
             end_R = jnp.repeat(lengths_B + offset, beams)
-            logits_RV, caches = self.last_logits(weights, caches, tokens_RS, end_R, width)
+            logits_RV, caches = self.last_logits(weights, caches, tokens_RS, end_R, self.K)
             logits_BWV = logits_RV.reshape(batch, beams, -1)
             return caches, extend(found, logits_BWV, offset)
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.decoding.drafter import Drafter, Prefix, Sampler, check_is_target
@@ -34,16 +33,11 @@ class EarlyExitDrafter(Drafter):
       model: the pair's target, ``pair.target``.
       exit_layer: E, the number of layers of a draft step, from 1 to one fewer than the target has.
       K: tokens per round.
-      window: positions per step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, in its
-        own slot and in the next slot, which the next step or the scoring call overwrites. (Feeding
-        the token before it again, as `ModelDrafter` does, would overwrite the keys and values of a
-        scoring call.)
     """
 
     model: LayeredModel
     exit_layer: int
     K: int
-    window: int = 1
 
     def __post_init__(self):
         if not isinstance(self.model, LayeredModel):
@@ -52,7 +46,6 @@ class EarlyExitDrafter(Drafter):
             )
         validate.integer("exit_layer", self.exit_layer, 1, self.last_exit + 1)
         validate.integer("K", self.K, 1)
-        validate.integer("window", self.window, 1, 3)
 
     @property
     def last_exit(self) -> int:
@@ -72,10 +65,10 @@ class EarlyExitDrafter(Drafter):
         check_is_target(self.model, target)
 
     def propose(self, weights, state, prefix, cache, sample):
-        def call(fed_BT, offset, cache):
-            return self.exit_model(weights.target, fed_BT, prefix.lengths_B - 1 + offset, cache)
+        def call(token_B1, offset, cache):
+            return self.exit_model(weights.target, token_B1, prefix.lengths_B - 1 + offset, cache)
 
-        draft, cache = self_draft(prefix, sample, self.K, self.window, cache, call)
+        draft, cache = self_draft(prefix, sample, self.K, cache, call)
         return draft, state, cache
 
 
@@ -83,23 +76,20 @@ def self_draft(
     prefix: Prefix,
     sample: Sampler,
     K: int,
-    width: int,
     cache: Any,
     call: Callable[[Array, Array | int, Any], Output],
 ) -> tuple[Draft, Any]:
     """Drafts K tokens with calls of the target itself, each of which reads the token before.
 
     Args:
-      width: how often a token is fed.
-      call: takes the fed tokens ``[B, width]``, the number of the step, and the cache.
+      call: takes the tokens ``[B, 1]``, the number of the step, and the cache.
 
     Returns:
       The draft, and the cache after the last call.
     """
 
     def step(offset, token_B, cache):
-        fed_BT = jnp.broadcast_to(token_B[:, None], (len(token_B), width))
-        output = call(fed_BT, offset, cache)
+        output = call(token_B[:, None], offset, cache)
         return output.logits_BTV[:, 0], output.cache
 
     logits_BV, cache = step(0, prefix.pending_B1[:, 0], cache)

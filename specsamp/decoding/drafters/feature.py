@@ -1,8 +1,8 @@
 """A head drafts from the target's hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv
 2503.01840).
 
-A round takes one call of the head with K+1 positions, in `commit`, and K-1 calls with ``window``
-positions, in `propose`. The call in `commit` reads the target's hidden states at all scored
+A round takes one call of the head with K+1 positions, in `commit`, and K-1 calls with one
+position, in `propose`. The call in `commit` reads the target's hidden states at all scored
 positions, each with the token after it. The next draft begins with the features of the accepted
 positions. The rejected positions are stale, as in any cache. So after every round the head's cache
 holds only entries computed from the target's hidden states.
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from specsamp.models.heads import Head
 
 Array = jax.Array
-
-MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 1 slots
 
 
 @pytree
@@ -124,14 +122,11 @@ class FeatureDrafter(HeadDrafter):
       target: the pair's target. Its embedding and output matrix serve heads that have none.
       head: a head made for this target.
       K: tokens per round.
-      window: positions per call, see `Loop.window`; all except the first only fill the matrix unit.
     """
 
     head: FeatureHead
-    window: int = 1
 
     def __post_init__(self):
-        validate.integer("window", self.window, 1, MAX_WINDOW + 1)
         if isinstance(self.head, AssistantHead):
             raise ValueError("an assistant drafts chains, with an AssistantDrafter: leave out tree")
         validate.instance("head", self.head, FeatureHead, "that of an Eagle3Config")
@@ -186,17 +181,15 @@ class FeatureDrafter(HeadDrafter):
 
     def propose(self, weights, state, prefix, cache, sample):
         def score(feature_BD, offset):
-            # Logits of one position only: with two, a TPU spends more time on moving the logits
-            # than on the head.
-            logits_BTU = self._logits(weights, self._widen(feature_BD), offset)
+            logits_BTU = self._logits(weights, feature_BD[:, None], offset)
             return self._expand(weights, logits_BTU[:, 0])
 
         def step(offset, token_B, carry):
             head_cache, cache, feature_BD = carry
             at_B = prefix.lengths_B + offset - 1  # of this token
-            embedded_BTD, cache = self._embed(weights, self._widen(token_B), at_B, cache)
+            embedded_BTD, cache = self._embed(weights, token_B[:, None], at_B, cache)
             returned_BTD, head_cache = self.head(
-                weights.draft, embedded_BTD, self._widen(feature_BD), at_B - 1, head_cache
+                weights.draft, embedded_BTD, feature_BD[:, None], at_B - 1, head_cache
             )
             feature_BD = returned_BTD[:, 0]
             return score(feature_BD, offset), (head_cache, cache, feature_BD)
@@ -222,9 +215,3 @@ class FeatureDrafter(HeadDrafter):
         return dataclasses.replace(
             state, cache=head_cache, feature_BD=feature_BD, has_edge_B=has_edge_B
         ), cache
-
-    def _widen(self, x: Array) -> Array:
-        """Repeats a position ``window`` times, ``[B, T, ...]``; all except the first are stale in
-        the head's cache.
-        """
-        return jnp.repeat(x[:, None], self.window, axis=1)

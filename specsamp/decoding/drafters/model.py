@@ -22,16 +22,13 @@ class ModelDrafter(DrafterHooks, Drafter):
     Attributes:
       model: any `LanguageModel` with the target's vocabulary.
       K: tokens per round.
-      window: the minimum number of tokens per call, see `Loop.window`.
     """
 
     model: LanguageModel
     K: int
-    window: int = 1
 
     def __post_init__(self):
         validate.integer("K", self.K, 1)
-        validate.integer("window", self.window, 1)
 
     falls_behind = True
 
@@ -49,14 +46,14 @@ class ModelDrafter(DrafterHooks, Drafter):
 
     @property
     def first_window(self) -> int:
-        """Returns the number of tokens that a round's first call feeds, at least 2.
+        """Returns the number of tokens that a round's first call feeds.
 
         After a round that accepted all K tokens, the draft model has not read the last of them.
         Without this token its cache would have a hole, which lowers acceptance silently. So the
         first call always feeds the token before the pending token too: if the draft model has read
         it already, this costs nothing, and shapes stay static.
         """
-        return max(self.window, 2)
+        return 2
 
     def check(self, target, draft, draft_params):
         if self.model.vocab_size != target.vocab_size:
@@ -111,7 +108,7 @@ class ModelDrafter(DrafterHooks, Drafter):
             state, tokens_BS = carry
             end_B = lengths_B + offset
             tokens_BS = write_tokens(tokens_BS, token_B[:, None], end_B - 1)
-            logits_BV, state = self.last_logits(weights, state, tokens_BS, end_B, self.window)
+            logits_BV, state = self.last_logits(weights, state, tokens_BS, end_B, 1)
             return logits_BV, (state, tokens_BS)
 
         logits_BV, state = self.last_logits(

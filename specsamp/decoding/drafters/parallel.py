@@ -29,10 +29,12 @@ class ParallelDrafter(ModelDrafter):
       mask_id: the mask token of the model's training.
       law: "marginals" draws each token from its own distribution; "argmax" takes the most probable
         tokens, verified as one-hot.
+      masked: slots behind the text that may hold masks of longer drafts.
     """
 
     mask_id: int = dataclasses.field(kw_only=True)
     law: str = dataclasses.field(default="marginals", kw_only=True)
+    masked: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -42,7 +44,7 @@ class ParallelDrafter(ModelDrafter):
     @property
     def first_window(self) -> int:
         """Returns K + 1, the most tokens of a round: in their slots the cache may hold masks."""
-        return max(self.window, self.K + 1)
+        return max(self.masked, self.K) + 1
 
     @property
     def looks_ahead(self):
@@ -51,7 +53,7 @@ class ParallelDrafter(ModelDrafter):
 
     def of_length(self, K):
         """Returns the drafter of shorter drafts, which reads over the masks of longer ones."""
-        return dataclasses.replace(self, K=K, window=self.first_window)
+        return dataclasses.replace(self, K=K, masked=max(self.masked, self.K))
 
     def init(self, batch, slots):
         return self.model.init_cache(batch, max(slots, self._width))

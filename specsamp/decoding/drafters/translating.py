@@ -141,13 +141,12 @@ class TranslatingDrafter(DrafterHooks, Drafter):
     Attributes:
       model: any `LanguageModel`.
       vocabulary: the tokens that it shares with the target.
-      K, window: as in `ModelDrafter`.
+      K: as in `ModelDrafter`.
     """
 
     model: LanguageModel
     vocabulary: SharedVocabulary
     K: int
-    window: int = 1
 
     falls_behind = True
 
@@ -156,7 +155,6 @@ class TranslatingDrafter(DrafterHooks, Drafter):
             "vocabulary", self.vocabulary, SharedVocabulary, "match_vocabularies(target, draft)"
         )
         validate.integer("K", self.K, 1, READ_WIDTH - 1)
-        validate.integer("window", self.window, 1, READ_WIDTH)
 
     @property
     def draft_model(self):
@@ -168,12 +166,12 @@ class TranslatingDrafter(DrafterHooks, Drafter):
 
     @property
     def first_window(self) -> int:
-        """Returns the number of ids that a round's first call feeds, at least M + 1."""
-        return max(self.window, self.vocabulary.reading_VM.shape[1] + 1)
+        """Returns the number of ids that a round's first call feeds: M + 1."""
+        return self.vocabulary.reading_VM.shape[1] + 1
 
     @property
     def _drafter(self) -> ModelDrafter:
-        return ModelDrafter(self.model, self.K, self.window)
+        return ModelDrafter(self.model, self.K)
 
     def check(self, target, draft, draft_params):
         self._drafter.check(self.model, draft, draft_params)
@@ -313,7 +311,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         def step(offset, token_B, carry):
             id_B1 = jnp.maximum(weights.draft.draft_ids_V[token_B], 0)[:, None]
             ids_BD = write_tokens(carry[1], id_B1, length_B + offset - 1)
-            return read(offset, self.window, (carry[0], ids_BD))
+            return read(offset, 1, (carry[0], ids_BD))
 
         logits_BV, carry = read(0, self.first_window, (state.cache, state.ids_BD))
         draft, (draft_cache, ids_BD) = sample.chain(self.K, logits_BV, step, carry)

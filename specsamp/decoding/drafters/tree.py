@@ -68,17 +68,14 @@ class TreeDrafter(DrafterHooks):
             check_model(model, self.tree.width)
 
     def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Callable:
-        """Returns a step for `grow` in which a model reads nodes; it carries the model's cache.
-
-        If there are fewer new rows than the minimum per call, earlier rows are read again.
-        """
+        """Returns a step for `grow` in which a model reads nodes; it carries the model's cache."""
         start_B = prefix.lengths_B - 1
 
         def step(rows, cache):
-            count = min(max(rows.newest, self.window), rows.count)
+            count = rows.newest
             at_B, block = start_B + rows.count - count, rows.block(start_B, count)
             output = model(weights, rows.tokens_BR[:, -count:], at_B, cache, block=block)
-            return output.logits_BTV[:, -rows.newest :], output.cache
+            return output.logits_BTV, output.cache
 
         return step
 
@@ -99,7 +96,7 @@ class ModelTree(TreeDrafter, ModelDrafter):
     """Drafts a tree with ``model``.
 
     Attributes:
-      model, window: as in `ModelDrafter`.
+      model: as in `ModelDrafter`.
       tree: the shape or the growth.
     """
 
@@ -125,15 +122,13 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
     it.
 
     Attributes:
-      model, exit_layer, window: as in `EarlyExitDrafter`.
+      model, exit_layer: as in `EarlyExitDrafter`.
       tree: the shape or the growth.
     """
 
     def propose(self, weights, state, prefix, cache, sample):
         step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), prefix.pending_B1
-        first = self.exit_model(
-            weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache
-        )
+        first = self.exit_model(weights.target, fed_BT, prefix.lengths_B - 1, cache)
         draft, _, cache = grow(self.tree, sample, fed_BT, first.logits_BTV[:, 0], step, first.cache)
         return draft, state, cache
 
@@ -147,7 +142,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
     distribution, and the tree has a fixed shape.
 
     Attributes:
-      target, head, window: as in `FeatureDrafter`.
+      target, head: as in `FeatureDrafter`.
       tree: the shape or the growth.
     """
 
@@ -165,7 +160,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
             head_cache, cache, features_BRD = carry
             if not head.config.has_layer:
                 return score(features_BRD, rows.depths[-1]), carry
-            count = min(max(rows.newest, self.window), rows.count - 1)
+            count = rows.newest
             at_B, block = start_B + rows.count - count, rows.block(start_B, count)
             embedded_BTD, cache = self._embed(
                 weights, rows.tokens_BR[:, -count:], at_B, cache, block
@@ -180,9 +175,8 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
             returned_BTD, head_cache = head(
                 weights.draft, embedded_BTD, of_parents_BTD, at_B - 1, head_cache, pairs
             )
-            new_BWD = returned_BTD[:, -rows.newest :]
-            features_BRD = jnp.concatenate([features_BRD, new_BWD], axis=1)
-            return score(new_BWD, rows.depths[-1]), (head_cache, cache, features_BRD)
+            features_BRD = jnp.concatenate([features_BRD, returned_BTD], axis=1)
+            return score(returned_BTD, rows.depths[-1]), (head_cache, cache, features_BRD)
 
         feature_B1D = state.feature_BD[:, None]
         carry = state.cache, cache, feature_B1D
@@ -206,7 +200,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
       tree: the shape or the growth.
     """
 
-    window, may_grow = 1, False
+    may_grow = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -253,7 +247,7 @@ class NgramTree(TreeDrafter, NgramDrafter):
       tree: the shape, such as ``TreeShape.of_widths(3, 1, 1, 1)``.
     """
 
-    window, may_grow = 1, False
+    may_grow = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -32,21 +32,17 @@ class WindowDrafter(Drafter):
       K: tokens per round.
       window: the last tokens of the text before the pending token that are attended to.
       sinks: the first tokens of the text that are attended to.
-      positions: of a step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, as in
-        `EarlyExitDrafter`.
     """
 
     model: LanguageModel
     K: int
     window: int = 512
     sinks: int = 4
-    positions: int = 1
 
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1)
         validate.integer("sinks", self.sinks, 0)
-        validate.integer("positions", self.positions, 1, 3)
         longest = positions_of(self.model)
         if self.sinks + self.window >= longest:
             raise ValueError(
@@ -73,20 +69,18 @@ class WindowDrafter(Drafter):
         before_B = prefix.lengths_B - 1  # the pending token is not in the cache
         held_B = jnp.minimum(before_B, sinks + window)
         first_B = jnp.maximum(before_B - window, sinks)
-        copy = self.model.cut_cache(cache, sinks, first_B, window, self.K + self.positions - 1)
-        causal_BTR = jnp.broadcast_to(
-            jnp.tri(self.positions, dtype=bool), (batch, self.positions, self.positions)
-        )
+        copy = self.model.cut_cache(cache, sinks, first_B, window, self.K)
+        itself_B11 = jnp.ones((batch, 1, 1), bool)
 
-        def call(fed_BT, offset, copy):
+        def call(token_B1, offset, copy):
             block = Block(
                 start_B=held_B + offset,
-                positions_BT=(before_B + offset)[:, None] + jnp.arange(self.positions)[None],
-                visible_BTR=causal_BTR,
+                positions_BT=(before_B + offset)[:, None],
+                visible_BTR=itself_B11,
                 skipped_B=before_B - held_B,
                 num_kept=sinks,
             )
-            return self.model(weights.target, fed_BT, block.start_B, copy, block=block)
+            return self.model(weights.target, token_B1, block.start_B, copy, block=block)
 
-        draft, _ = self_draft(prefix, sample, self.K, self.positions, copy, call)
+        draft, _ = self_draft(prefix, sample, self.K, copy, call)
         return draft, state, cache

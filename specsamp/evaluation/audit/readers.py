@@ -72,7 +72,7 @@ def _(drafter: BeamDrafter) -> None:
 @reader.register
 def _(drafter: EarlyExitDrafter) -> Reader:
     def with_target(target):
-        return WholeTargetDrafter(target, target.num_layers, drafter.K, drafter.window)
+        return WholeTargetDrafter(target, target.num_layers, drafter.K)
 
     return Reader(
         model=drafter.exit_model, weights_of=operator.attrgetter("target"), with_target=with_target
