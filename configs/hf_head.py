@@ -29,7 +29,7 @@ from configs import python_pair
 
 def get_config(argument: str = "") -> ConfigDict:
     """Returns the configuration of a head or a draft for a target; fields of its layers that are
-    None are the target's.
+    None, and those of a draft that are left out, are the target's.
     """
     target, _, kind = argument.partition(",")
     kind = kind or "head"
@@ -58,15 +58,17 @@ def get_config(argument: str = "") -> ConfigDict:
     config.train.update(steps=20_000, batch=16, learning_rate=1e-4, warmup_steps=300, clip_norm=0.5)
     config.generated.update(rows=4096, prompt_length=512, batch=16)
     if kind == "draft":
-        config.init = target  # its first layers; "": random parameters
-        config.model.num_layers, config.model.tied = 2, config_dict.placeholder(bool)
+        config.init = config.get_ref("target")  # its first layers; "": random parameters
+        sizes = ("width", "num_heads", "num_kv_heads", "head_size", "feedforward_width")
+        config.model = dict(num_layers=2, **{name: config_dict.placeholder(int) for name in sizes})
         return config
     config.test_time.chunk = 256  # logits of a large vocabulary do not fit otherwise
     if kind in python_pair.BLOCKS:
         config.model.update(
             num_layers=5,
             query_key_norm=True,  # as in Qwen3, whose layers files describe
-            # The first layer sees the last tokens alone: a new head learns sooner.
+            # The first layer sees the last tokens alone: a new head learns sooner. With another
+            # number of layers, name the others in global_layers.
             window=2,
             global_layers=(1, 2, 3, 4),
         )

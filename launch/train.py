@@ -20,7 +20,6 @@ import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from etils import epath
@@ -92,7 +91,8 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     mesh = make_mesh(model=config.mesh.model)  # devices of the data axis read other rows
     target = None if config.target is None else find_target(config, mesh, console)
     if target is not None and target.public:
-        config = config.turned({"model": source.layer_fields(dict(config.model), target.config)})
+        take = source.draft_fields if config.head is None else source.layer_fields
+        config = config.turned({"model": take(dict(config.model), target.config)})
     run_folder.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     if (
         config.together is not None
@@ -286,8 +286,7 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
     if config.head is None and config.init == config.target:
         params = {name: leaf for name, leaf in first.params.items() if name in shapes}
         check_shapes(f"the model in {config.init}", params, shapes)
-        # Copies, since the target keeps its own.
-        return jax.tree.map(lambda leaf: jnp.array(leaf, "float32"), params)
+        return params
     # An exported head has no tokenizer: its target's is checked.
     own = first.folder / "tokenizer.json"
     if own.exists() and JsonTokenizer(own).to_json() != tokenizer.to_json():

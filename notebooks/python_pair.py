@@ -67,7 +67,6 @@ from specsamp.analysis.figures import BLUE, GREEN, GREY, TARGET, WRITERS, WRONG,
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload, decoders, take_turns
 from specsamp.checkpoints.trained_pair import load_prompts, pair_folder
-from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import Continuation, TextStream
 from specsamp.sampling.warp import log_probs
 
@@ -258,7 +257,7 @@ for half, texts in (("fit", told[0::2]), ("check", told[1::2])):
         prompts=tuple(texts),
     )
     plain = Method(drafter=NoDrafter(), sampling=at_temperature(0.8))
-    drafters = {k: ModelDrafter(pair.draft, k, decode_window()) if k else NoDrafter() for k in CHECKED}
+    drafters = {k: ModelDrafter(pair.draft, k) if k else NoDrafter() for k in CHECKED}
     sides |= decoders(pair, {(half, k): plain.with_drafter(drafter) for k, drafter in drafters.items()}, work)
 for side in sides.values():
     side.decode(0)  # compiles

@@ -269,15 +269,19 @@ def compiled(*documents: Document) -> Table:
     return Table(title="Public pairs", header=header, rows=rows)
 
 
-def learning(document: Document) -> Table:
-    """Returns a head's held-out acceptance by step of its training and drafted token."""
+def learning(*documents: Document) -> Table:
+    """Returns the held-out acceptance of drafts by step of their training and drafted token; of a
+    draft model, one for all.
+    """
     rows = []
-    for found in document["held_out"]:
-        rows.append({"steps": found["step"]})
-        for k in range(1, 5):
-            share = found[f"acceptance/position_{k} (temperature 1)"]
-            rows[-1][f"drafted token {k}"] = f"{share:.3f}"
-    return Table.of("Held-out acceptance at T = 1", rows, left=0)
+    for document in documents:
+        for found in document["held_out"]:
+            rows.append({"draft": document["draft"], "steps": str(found["step"])})
+            for k in range(1, 5):
+                share = found.get(f"acceptance/position_{k} (temperature 1)")
+                share = found.get("acceptance (temperature 1)") if k == 1 and not share else share
+                rows[-1][f"drafted token {k}"] = f"{share:.3f}" if share else ""
+    return Table.of("Held-out acceptance at T = 1", rows)
 
 
 def domains(compiled_head: Document, *documents: Document) -> Table:
@@ -291,7 +295,7 @@ def domains(compiled_head: Document, *documents: Document) -> Table:
     step, round_ = report.calibrated_ms("target step"), report.calibrated_ms("round")
     for document in documents:
         config = document["identity"]["config"]
-        draft = config["hugging_face"]["draft"]
+        draft = config["hugging_face"]["draft"] or ""
         of_report = draft == compiled_head["config"]["hugging_face"]["draft"]
         for block in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
             of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == block]

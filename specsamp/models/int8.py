@@ -176,7 +176,8 @@ def whole_tiles(width: int) -> int:
 def pad_rows(table: Array | Int8Weight) -> Array | Int8Weight:
     """Returns a table ``[V, D]`` with zeros behind each row, so that rows are whole tiles.
 
-    A TPU stores a table whose rows are not by columns, and copies all of it to look up two rows.
+    Otherwise a TPU stores the table by columns, and copies all of it to look up two rows. (Tables
+    that are also multiplied stay as they are.)
     """
     if is_int8(table):
         return dataclasses.replace(table, values=pad_rows(table.values))

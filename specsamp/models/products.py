@@ -9,6 +9,8 @@ nine times as long.
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,23 +49,28 @@ def contract(
       copies: of ``x``, along its first axis.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    return _in_two_rows(spec, x, y, lambda x, y: _product(spec, x, y, dtype, copies))
+
+
+def _in_two_rows(
+    spec: str, x: Array, y: Array | Int8Weight, multiply: Callable[[Array, Any], Array]
+) -> Array:
+    """Returns ``multiply(x, y)``; on a TPU, a single row has a row of zeros behind it."""
     row = _only_row(spec, x, y)
     if row is None:
-        return _product(spec, x, y, dtype, copies)
-    at, of_result = row
-
-    def multiply(x: Array, y: Array | Int8Weight) -> Array:
-        return _product(spec, x, y, dtype, copies)
+        return multiply(x, y)
+    of_x, of_result = row
 
     def multiply_two_rows(x: Array, y: Array | Int8Weight) -> Array:
-        product = multiply(pad_axis(x, 1, at), y)
+        product = multiply(pad_axis(x, 1, of_x), y)
         return jax.lax.slice_in_dim(product, 0, 1, axis=of_result)
 
     return jax.lax.platform_dependent(x, y, tpu=multiply_two_rows, default=multiply)
 
 
 def _only_row(spec: str, x: Array, y: Array | Int8Weight) -> tuple[int, int] | None:
-    """Returns the axis of ``x``, and of the result, of the only row of a product with a weight.
+    """Returns the axis of ``x``, and of the result, of the only row of a product with a weight,
+    which has no batch axis "B".
 
     None: there are more rows, or the kernel of few rows multiplies.
     """
@@ -101,10 +108,13 @@ def contract_slice(
     entry = jax.tree.map(lambda y: jax.lax.dynamic_index_in_dim(y, at, keepdims=False), stacked)
     if not is_int8(entry) or isinstance(entry, Int8Blocks):
         return contract(spec, x, entry, dtype=dtype)
-    sums = _einsum(
-        spec, jax.config.jax_default_matmul_precision, x, entry.values.astype(x.dtype), jnp.float32
-    )
-    return (sums * _scale_of_output(spec, entry.scale)).astype(dtype)
+
+    def multiply(x: Array, entry: Int8Weight) -> Array:
+        precision = jax.config.jax_default_matmul_precision
+        sums = _einsum(spec, precision, x, entry.values.astype(x.dtype), jnp.float32)
+        return (sums * _scale_of_output(spec, entry.scale)).astype(dtype)
+
+    return _in_two_rows(spec, x, entry, multiply)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -58,13 +58,12 @@ HEADS = {
     "dspark": DSparkConfig,
 }
 
-# Fields of a draft or of a head's layer that come from the target unless the configuration sets
-# them.
+# Fields of a head's decoder layer that come from its target unless the configuration sets them.
 # Norms of queries and keys, windows and caps do not: public heads are plain layers for
 # any target.
 OF_ITS_LAYERS = (
     *("vocab_size", "width", "num_heads", "num_kv_heads", "head_size", "feedforward_width"),
-    *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling", "tied"),
+    *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling"),
 )
 
 
@@ -328,11 +327,11 @@ def make_head(
 
 
 def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a draft or of a head's layer, with the target's value for each field
-    that is None.
+    """Returns the fields of a head's decoder layer, with the target's value for each field that is
+    None.
 
     Raises:
-      ValueError: a field is None that is not taken from the target.
+      ValueError: a field is None that a head does not take from its target.
     """
     open_fields = {name for name, value in fields.items() if value is None}
     if beyond := open_fields.difference(OF_ITS_LAYERS):
@@ -341,6 +340,17 @@ def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[s
         )
     of_target = dataclasses.asdict(target)
     return {**fields, **{name: of_target[name] for name in open_fields}}
+
+
+def draft_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of a draft that has the target's first layers; fields that are not None
+    take the place of the target's.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    of_target = dataclasses.asdict(TransformerLM(target).first(given["num_layers"]).config)
+    for name in ("dtype", "weight_dtype", "cache_dtype"):
+        del of_target[name]
+    return of_target | given
 
 
 def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:

@@ -15,13 +15,13 @@ from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig
 from launch.lib.training import TrainingConfig
-from specsamp import FeatureDrafter, generate, load_pair
+from specsamp import FeatureDrafter, TransformerConfig, generate, load_pair
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.mtp import MTPConfig
-from specsamp.training.source import layer_fields, open_first_head, open_trained
+from specsamp.training.source import draft_fields, layer_fields, open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.refusals import refusal
 from support.run_script import save_public_target, save_tiny_pair, succeed
@@ -321,6 +321,16 @@ def test_draft_of_other_sizes_is_refused(train, run_training, chats, public_targ
     narrow = {"model.feedforward_width": 24}
     with refusal("is of another model: layer_0/mlp/down: .128, 32. there"):
         run_training(draft_config(public_target, chats, **narrow), "narrow")
+
+
+def test_draft_computes_as_its_target():
+    changes = dict(residual_scale=0.4, query_key_norm=True, window=8, global_layers=(1,))
+    target = dataclasses.replace(CONFIG, **changes, dtype="bfloat16")
+    given = {"num_layers": 1, "feedforward_width": 24, "width": None}
+    found = TransformerConfig(**draft_fields(given, target))
+    assert found == dataclasses.replace(
+        CONFIG, **changes | dict(global_layers=(), num_layers=1, feedforward_width=24)
+    )
 
 
 @pytest.mark.parametrize("kind", python_pair.HEADS)

@@ -309,11 +309,27 @@ def test_a_model_with_kernels_equals_one_without(scheme):
         kept = compact(model, scored.cache, start, rows, 6)
         results.append((scored.logits_BTV, call(model, weights, after, start + 4, kept).logits_BTV))
     assert kept.layers[0].kernels == INTERPRETED
+    padded = weights["params"]["embedding"].shape[1]
+    assert padded == (2 * SIZE if scheme == "as OLMo" else plain.config.width)
     assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
     # In int8, a key between two numbers may round to either, if programs add in a different order.
     atol = 5e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         assert_allclose(ours, theirs, atol=atol)
+
+
+@pytest.mark.parametrize("in_int8", [None, "int8"])
+def test_padded_embedding_of_a_head_has_the_same_rows(in_int8):
+    layer = tiny(num_layers=1, width=144, head_size=36, positions="rotary", weight_dtype=in_int8)
+    plain = Eagle3Config(
+        layer=layer, target_layers=4, hidden_layers=(0, 1, 2), own_embedding=True, own_output=True
+    ).head()
+    params, tokens, found = drawn_params(plain), jnp.asarray([[3, 1, 4]]), []
+    for head in (plain, dataclasses.replace(plain, kernels=INTERPRETED)):
+        weights = head.prepare(params)
+        found.append((head.embed(weights, tokens), jax.tree.leaves(weights["params"]["embedding"])))
+    assert_array_equal(found[0][0], found[1][0])
+    assert [leaves[0].shape[1] for _, leaves in found] == [144, 256]
 
 
 OF_HEAD = dict(width=SIZE, head_size=SIZE, num_heads=4, num_kv_heads=2, positions="rotary")

@@ -12,7 +12,7 @@ from specsamp import TransformerLM
 from specsamp.models import products
 from specsamp.models.config import tiny
 from specsamp.models.int8 import Int8Blocks, Int8Weight, dequantise, is_int8, quantise
-from specsamp.models.products import contract
+from specsamp.models.products import contract, contract_slice
 from support.weights import drawn_params
 
 OPTIMISED = True
@@ -78,6 +78,24 @@ def test_one_row_is_two_on_a_tpu(spec, in_int8, monkeypatch):
         jax.lax, "platform_dependent", lambda *operands, tpu, default: tpu(*operands)
     )
     assert_allclose(contract(spec, x, y, copies=copies), plain, rtol=1e-6)
+    assert rows == [2]
+
+
+def test_one_row_of_an_int8_expert_is_two_on_a_tpu(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((1, 8), (3, 8, 6)))
+    given = "RD,DF->RF", x, quantise(y, (1,)), 1
+    plain, rows = contract_slice(*given, dtype=jnp.float32), []
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *operands, tpu, default: tpu(*operands)
+    )
+    einsum = products._einsum
+    monkeypatch.setattr(
+        products,
+        "_einsum",
+        lambda spec, p, x, *rest: rows.append(len(x)) or einsum(spec, p, x, *rest),
+    )
+    assert_allclose(contract_slice(*given, dtype=jnp.float32), plain, rtol=1e-6)
     assert rows == [2]
 
 

@@ -40,10 +40,13 @@ class ParallelDrafter(ModelDrafter):
         super().__post_init__()
         validate.integer("mask_id", self.mask_id, 0, self.model.vocab_size)
         validate.choice("law", self.law, LAWS)
+        validate.integer("masked", self.masked, 0)
 
     @property
     def first_window(self) -> int:
-        """Returns K + 1, the most tokens of a round: in their slots the cache may hold masks."""
+        """Returns the most tokens of a round, of this or a longer draft: in their slots the cache
+        may hold masks.
+        """
         return max(self.masked, self.K) + 1
 
     @property
