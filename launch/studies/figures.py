@@ -365,6 +365,15 @@ def rounds_table(document: Document) -> Table:
     return Table.of("Tokens per round", list(shown.values()))
 
 
+def domain_files(sampling: str) -> list[str]:
+    """Returns the names of the evaluations of each draft on each task."""
+    return [
+        f"smollm2_{task}{draft}{sampling}"
+        for draft in ("", "_block", "_draft")
+        for task in ("domains", "gsm8k")
+    ]
+
+
 STUDY = Study(
     question=(
         "How do our curves compare with those of the paper, and what did the commands measure?"
@@ -381,10 +390,9 @@ STUDY = Study(
         ),
         "summary": Published(["python_pair_grid", "python_pair_audit"], summary),
         "compiled": Published([f"compile_{name}" for name in COMPILED], compiled),
-        "learning": Published(["smollm2_head"], learning),
-        "domains": Published(
-            ["compile_smollm2_v5e", "smollm2_domains_greedy", "smollm2_domains"], domains
-        ),
+        "learning": Published(["smollm2_head", "smollm2_block", "smollm2_draft"], learning),
+        "domains": Published(["compile_smollm2_v5e", *domain_files("_greedy")], domains),
+        "domains_sampled": Published(["compile_smollm2_v5e", *domain_files("")], domains),
         "pair": Published(["pair"], trained),
         "grid": Published(
             ["python_pair_grid"],
