@@ -5,8 +5,8 @@ or any other texts.
         --workdir=runs/head --config.data.folder=chats
     python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,medusa --workdir=runs/medusa \\
         --config.data.folder=chats
-    python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,draft --workdir=runs/draft \\
-        --config.data.folder=chats
+    python launch/train.py --config=configs/hf_head.py:meta-llama/Llama-3.1-8B-Instruct,draft \\
+        --workdir=runs/draft --config.data.folder=chats
     python launch/export.py --run=runs/head --output=exported/head
     python launch/doctor.py --look_at=head \\
         --config=configs/hf.py:meta-llama/Llama-3.1-8B-Instruct,exported/head \\

@@ -250,9 +250,9 @@ def scored_rows(size: int | TreeShape) -> int:
 
 def rows_of_step(model: ShardedModel) -> int:
     """Returns the rows of a step of a sequence: of one token, or of a block."""
-    is_head = isinstance(model.model, HeadModel)
-    config = model.model.head.config if is_head else None
-    return config.block_size if is_head and config.drafts_blocks else 1
+    if isinstance(model.model, HeadModel) and model.model.head.config.drafts_blocks:
+        return model.model.head.config.block_size
+    return 1
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -295,7 +295,7 @@ def draft_config(target, chats, **fields):
 
 @pytest.mark.slow
 def test_draft_of_public_target_begins_with_its_first_layers(
-    train, run_training, chats, tmp_path, public_target, monkeypatch
+    train, run_training, chats, tmp_path, public_target
 ):
     """A rate of nearly nothing leaves the parameters that the run began with; exported, the draft
     is read beside its target.
