@@ -204,7 +204,8 @@ def test_head_of_sharded_public_target_trains(train, run_training, chats, tmp_pa
     """The head's layer has the sizes of its target; it trains on the target's chats, and its run
     refuses another target.
     """
-    config = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
+    target = shutil.copytree(public_target, tmp_path / "target")
+    config = public_config(target, chats, PUBLIC | {"model.feedforward_width": 24})
     said = []
     with pytest.MonkeyPatch.context() as patch:
         begin = train.train
@@ -219,21 +220,21 @@ def test_head_of_sharded_public_target_trains(train, run_training, chats, tmp_pa
     fields = json.loads((tmp_path / "head" / "run.json").read_text())["model"]
     assert (fields["width"], fields["num_kv_heads"], fields["feedforward_width"]) == (32, 2, 24)
     check_acceptance(tmp_path / "head")
-    again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
+    again = public_config(target, chats, PUBLIC | {"model.feedforward_width": 24})
     # The same training again has nothing left to do.
     run_training(again, "head")
 
     to = f"--output={tmp_path / 'exported'}"
     succeed("export", f"--run={tmp_path / 'head'}", "--verifier=org/target", to)
-    pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
+    pair = read_pair(str(target), str(tmp_path / "exported"), is_head=True, dtype="float32")
     drafts_as_it_was_trained(pair, tmp_path / "head", [{"role": "user", "content": "add 5 to x"}])
 
-    other = shutil.copytree(public_target, tmp_path / "other")
+    other = shutil.copytree(target, tmp_path / "other")
     export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
     with refusal("another configuration: target was .*other"):
         run_training(public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}), "head")
-    shutil.rmtree(public_target)
-    shutil.copytree(other, public_target)
+    shutil.rmtree(target)
+    shutil.copytree(other, target)
     with refusal("was begun with another target"):
         run_training(again, "head")
 
