@@ -84,7 +84,8 @@ class HeadDrafter(Drafter):
         self.head.check_target(target)
 
     def prepare(self, params):
-        return self.head.prepare(params)
+        weights = self.head.prepare(params)
+        return self.head.to_cpu_order(weights) if self.target.is_for_cpus else weights
 
     def fit_slots(self, weights, slots):
         return self.head.fit_slots(weights, slots)
