@@ -25,7 +25,6 @@ from specsamp.evaluation.harness import tabulate
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.pair_report import GIB, Report, faster
-from specsamp.tpu.work import Work, calls_of_round
 
 TOKENS = 128  # whose time the paper shows
 ACCEPTANCE = 0.8  # of forecasts
@@ -159,53 +158,52 @@ OF_THE_GRID = (
 )
 
 
-def headline(slices: Document, *chosen: Document) -> Table:
+def headline(paper: Document, *measured: Document) -> Table:
     """Returns the numbers of the first screen of the main README.
 
     Args:
-      slices: compiled programs of the paper's pair.
-      chosen: cells of several machines, each with the draft length that was chosen for the machine.
+      paper: compiled programs of the paper's pair.
+      measured: cells of several machines.
     """
     rows = []
-    for document in chosen:
+    for document in measured:
         identity, turns = document["identity"], document["cells"][0]["workload"]["repeats"]
         place = f"one {identity['device']['kind']}"
         if identity["device"]["platform"] == "cpu":
             few_rows = "kernel for few rows" if identity.get("few_rows") else "XLA's products"
             place = f"{cpu_of(document)}, {few_rows}"
-        for key, result in answers(document):
+        for cell in document["cells"]:
+            key, result = cell["key"], cell["result"]
             is_lookup = key["drafter"] == "ngram"
             models = [identity["models"][side] for side in ("target", "draft")[: 2 - is_lookup]]
             sizes = " + ".join(f"{streamed(model) / 1e6:.1f}M" for model in models)
             where = f"{sizes} parameters, float32, batch 1, {place}, {turns} turns over 20 prompts"
             if key["temperature"] == 0:
                 where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
-            length = (
-                f"{'prompt lookup, ' if is_lookup else ''}K = {key['draft_length']} as chosen for "
-                f"this machine, {key['rule']} rule"
-            )
-            conditions = f"measured: {distribution_of(key)}, {length}; {where}"
-            rows.append((f"**{ratio(result['speedup'])}**", conditions))
-    gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
+            draft = [distribution_of(key), *["prompt lookup"] * is_lookup]
+            if key["draft_temperature"] is not None:
+                draft.append(f"draft at T = {key['draft_temperature']:g}")
+            length = f"K = {key['draft_length']}"
+            if "draft_length=machine" in cell["command"]:
+                length += " as chosen for this machine"
+            conditions = ", ".join([*draft, length, f"{key['rule']} rule"])
+            rows.append((f"**{ratio(result['speedup'])}**", f"measured: {conditions}; {where}"))
+    report = Report.from_json(paper["report"])
+    step, round_ = report.calibrated_ms("target step"), report.calibrated_ms("round")
+    gain = faster(calibration.band_ratio(step, round_ / EMITTED))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
     return Table(title="In short", header=("speedup over plain decoding", "conditions"), rows=rows)
 
 
-def forecast(slices: Document, topology: str, batch: int) -> tuple[Band, Band]:
-    """Returns milliseconds per token of the paper's pair, alone and drafting: acceptance 0.8,
-    top-p, token rule, K = 4.
+def drafters(*documents: Document) -> Table:
+    """Returns the cells of batch 1 with four drafted tokens under the token rule, by temperature;
+    drafts at the target's.
     """
-    programs = {tuple(key.values()): answer["programs"] for key, answer in answers(slices)}[
-        topology, batch
-    ]
-    step, draft, drafted = (
-        Work(**programs[name]["work"])
-        for name in ("target step", "draft step", "round, top-p, token")
-    )
-    chip = topology.partition(":")[0]
-    together = calibration.estimate(chip, *calls_of_round(drafted, draft))
-    return calibration.estimate(chip, step) / batch, together / EMITTED / batch
+    wanted = {"draft_length": 4, "batch": 1, "rule": "token", "draft_temperature": None}
+    cells = [cell for one in documents for cell in grid.chosen(one["cells"], **wanted)]
+    cells.sort(key=lambda cell: cell["key"]["temperature"])
+    return grid_table("Drafters of the shipped target", cells)
 
 
 def summary(grid: Document, audit: Document) -> Table:
@@ -381,9 +379,9 @@ STUDY = Study(
     tables={
         "headline": Published(
             [
-                "compile_slices",
+                "compile_chinchilla_v4",
                 "python_pair_machine",
-                "python_pair_machine_avx512",
+                "python_pair_machine_xla",
                 "python_pair_h100",
             ],
             headline,
@@ -397,6 +395,9 @@ STUDY = Study(
         "grid": Published(
             ["python_pair_grid"],
             lambda grid: grid_table("Best draft lengths", grid["cells"], best=True),
+        ),
+        "drafters": Published(
+            ["python_pair_grid", "python_drafters_head", "python_drafters_block"], drafters
         ),
         "python_window": Published(
             ["python_window"], lambda one: grid_table("A window", one["cells"])

@@ -25,6 +25,7 @@ constexpr int kRegisters = 16;
 #endif
 constexpr int kBlock = 8;             // rows of w that are added up before a sum is stored
 constexpr int64_t kWidest = 512;      // most columns of a panel: its sums stay in the first-level cache
+constexpr int64_t kLeastBytes = 1 << 18;  // of w for each thread: to begin a task takes as long as to read a part of this
 constexpr int64_t kMostTogether = 9;  // most rows of x in one pass over w: their sums stay in registers
 using Weight = WEIGHT;
 // Unaligned, and may alias floats.
@@ -145,8 +146,9 @@ extern "C" XLA_FFI_Error* few_rows(XLA_FFI_CallFrame* frame) {
   const auto* y = static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]);
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args counted{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx, &threads};
-  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted)) || threads < 1) threads = 1;
-  const int64_t N = w->dims[1];
+  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted))) threads = 1;
+  const int64_t N = w->dims[1], bytes = w->dims[0] * N * static_cast<int64_t>(sizeof(Weight));
+  threads = std::clamp<int64_t>(bytes / kLeastBytes, 1, std::max<int64_t>(threads, 1));
   const int64_t width = std::clamp<int64_t>((N / (2 * threads) + 31) / 32 * 32, 32, kWidest);
   const int64_t count = (N + width - 1) / width, workers = std::clamp<int64_t>(count, 1, threads);
   auto* product = new Product{static_cast<const float*>(x->data), static_cast<const Weight*>(w->data),
