@@ -215,9 +215,12 @@ def committed_speedups() -> tuple[str, str, str]:
     if not (study.RESULTS / f"{name}.json").exists():
         return ("speedup in the README", "only in a clone", "only in a clone")
     document = study.read_result(name)
-    # The lengths that were chosen for the machine come first.
-    chosen = itertools.islice(study.answers(document), 2)
-    cells = [f"{tables.ratio(one['speedup'])}, K = {key['draft_length']}" for key, one in chosen]
+    chosen = [cell for cell in document["cells"] if "draft_length=machine" in cell["command"]]
+    chosen.sort(key=lambda cell: cell["key"]["temperature"])
+    cells = [
+        f"{tables.ratio(cell['result']['speedup'])}, K = {cell['key']['draft_length']}"
+        for cell in chosen
+    ]
     return (f"speedup in the README, {study.cpu_of(document)}", *cells)
 
 

@@ -156,9 +156,6 @@ class AssistantHead(Head):
 
     config: AssistantConfig
 
-    def to_cpu_order(self, weights: Any) -> Any:
-        return weights  # its attention has queries alone
-
     def __call__(
         self,
         weights: Any,

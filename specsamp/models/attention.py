@@ -12,7 +12,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
@@ -24,9 +23,6 @@ from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
 
 Array = jax.Array
-
-# Weights of `specsamp.models.cpu_weights`: queries, keys and values in one matrix [D, (N+2M) H].
-JOINED, JOINED_BIAS = "query_key_value", "query_key_value_bias"
 
 # Up to this many rows a projection is one small product per head; beyond, a single large one.
 MAX_BATCHED_ROWS = 256
@@ -120,8 +116,6 @@ class Attention(nn.Module):
         """Returns queries ``[B, N, T, H]``, keys and values ``[B, M, T, H]``; and with an
         ``attention_gate`` the gates of all queries.
         """
-        if self.has_variable("params", JOINED):
-            return self._project_joined(x_BTD)
         config = self.config
 
         def project_part(name, count, axis):
@@ -139,18 +133,6 @@ class Attention(nn.Module):
         if not config.attention_gate:
             return parts
         return (*parts, project_part("gate", config.num_heads, "heads"))
-
-    def _project_joined(self, x_BTD: Array) -> tuple[Array, ...]:
-        """Returns the result of `project_heads`, of one product."""
-        config, (batch, length) = self.config, x_BTD.shape[:2]
-        heads_BTX = contract("BTD,DX->BTX", x_BTD, self.get_variable("params", JOINED))
-        if config.attention_bias:
-            heads_BTX = heads_BTX + self.get_variable("params", JOINED_BIAS)[None, None]
-        heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
-        sizes = [config.num_heads] + [config.num_kv_heads] * (1 if config.keys_as_values else 2)
-        sizes += [config.num_heads] * config.attention_gate
-        parts = jnp.split(heads_BXTH, np.cumsum(sizes[:-1]).tolist(), axis=1)
-        return (*parts, parts[1]) if config.keys_as_values else parts
 
     def norm_jointly(self, name: str, x_BNTH: Array, axis: str) -> Array:
         """Returns heads after one norm of all of them."""

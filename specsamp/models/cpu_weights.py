@@ -16,18 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specsamp.models.attention import JOINED, JOINED_BIAS, Attention
+from specsamp.models.attention import Attention
 from specsamp.models.decoder import OUTPUT_EMBEDDING, Decoder
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import Int8Blocks, is_int8
 from specsamp.models.products import contract
-from specsamp.models.recurrent import JOINED as RECURRENT
-from specsamp.models.recurrent import GatedDelta
+from specsamp.models.recurrent import JOINED, GatedDelta
 
 Array = jax.Array
 
-UNEMBEDDING = "unembedding"
+HEADS, HEADS_BIAS, UNEMBEDDING = "query_key_value", "query_key_value_bias", "unembedding"
 
 
 def to_cpu_order(params: Any) -> Any:
@@ -41,48 +41,26 @@ def to_cpu_order(params: Any) -> Any:
             continue
         layer = arranged[name] = dict(params[name])
         if "recurrence" in layer:
-            joined = jax.tree.map(_join_heads, layer["recurrence"][RECURRENT])
-            layer["recurrence"] = layer["recurrence"] | {RECURRENT: joined}
+            joined = jax.tree.map(_join_heads, layer["recurrence"][JOINED])
+            layer["recurrence"] = layer["recurrence"] | {JOINED: joined}
         else:
             layer["attention"] = _join_attention(layer["attention"])
         if "experts" in layer:
             experts = {part: layer["experts"][part] for part in ("gate", "up")}
             turned = jax.tree.map(lambda x: x.swapaxes(1, 2), experts)
             layer["experts"] = layer["experts"] | turned
-    return _in_blocks(arranged)
-
-
-def head_to_cpu_order(params: Any) -> Any:
-    """Rearranges the parameters of a head: queries, keys and values of each layer, and the output
-    matrix ``[U, D]``.
-    """
-    arranged = {name: _arranged(name, part) for name, part in params.items()}
-    if "output" in arranged:
-        arranged[UNEMBEDDING] = jax.tree.map(jnp.transpose, arranged.pop("output"))
-    return _in_blocks(arranged)
-
-
-def _arranged(name: str, part: Any) -> Any:
-    if name == "attention":
-        return _join_attention(part)
-    if not isinstance(part, dict):
-        return part
-    return {inner: _arranged(inner, value) for inner, value in part.items()}
-
-
-def _in_blocks(params: Any) -> Any:
     return jax.tree.map(
-        lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, params, is_leaf=is_int8
+        lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, arranged, is_leaf=is_int8
     )
 
 
 def _join_attention(params: Any) -> Any:
     joined = dict(params)
     parts = [joined.pop(part) for part in ("query", "key", "value", "gate") if part in joined]
-    joined[JOINED] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
+    joined[HEADS] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
     if "query_bias" in joined:
         biases = [joined.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")]
-        joined[JOINED_BIAS] = jnp.concatenate(biases)
+        joined[HEADS_BIAS] = jnp.concatenate(biases)
     return joined
 
 
@@ -94,9 +72,20 @@ def _join_heads(*parts_NDH: Array) -> Array:
 
 
 class CPUAttention(Attention):
-    """`Attention` with tables of relative keys in the order for CPUs."""
+    """`Attention` with one projection for queries, keys and values."""
 
     table_axes = "MHS"
+
+    def project_heads(self, x_BTD: Array) -> tuple[Array, ...]:
+        config, (batch, length) = self.config, x_BTD.shape[:2]
+        heads_BTX = contract("BTD,DX->BTX", x_BTD, self.get_variable("params", HEADS))
+        if config.attention_bias:
+            heads_BTX = heads_BTX + self.get_variable("params", HEADS_BIAS)[None, None]
+        heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
+        sizes = [config.num_heads] + [config.num_kv_heads] * (1 if config.keys_as_values else 2)
+        sizes += [config.num_heads] * config.attention_gate
+        parts = jnp.split(heads_BXTH, np.cumsum(sizes[:-1]).tolist(), axis=1)
+        return (*parts, parts[1]) if config.keys_as_values else parts
 
 
 class CPUGatedDelta(GatedDelta):

@@ -16,16 +16,9 @@
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int64_t kLanes = 16;        // floats of a vector
-constexpr int kRegisters = 32;
-#else
-constexpr int64_t kLanes = 8;
-constexpr int kRegisters = 16;
-#endif
+constexpr int64_t kLanes = 8;         // floats of a vector
 constexpr int kBlock = 8;             // rows of w that are added up before a sum is stored
 constexpr int64_t kWidest = 512;      // most columns of a panel: its sums stay in the first-level cache
-constexpr int64_t kLeastBytes = 1 << 18;  // of w for each thread: to begin a task takes as long as to read a part of this
 constexpr int64_t kMostTogether = 9;  // most rows of x in one pass over w: their sums stay in registers
 using Weight = WEIGHT;
 // Unaligned, and may alias floats.
@@ -34,18 +27,16 @@ typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 
 inline Vector load(const int8_t* from) {
+#if defined(__AVX2__) && !defined(__clang__)  // else GCC 12 widens byte by byte; to read <immintrin.h> takes a second
+  typedef char Bytes __attribute__((vector_size(16)));
+  typedef int64_t Halves __attribute__((vector_size(16)));
+  int64_t low;
+  std::memcpy(&low, from, kLanes);
+  return __builtin_convertvector(__builtin_ia32_pmovsxbd256((Bytes)Halves{low, 0}), Vector);
+#else
   typedef int8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes bytes;
   std::memcpy(&bytes, from, kLanes);
-#if defined(__AVX512F__) && !defined(__clang__)  // else GCC 12 widens byte by byte; to read <immintrin.h> takes a second
-  typedef char Chars __attribute__((vector_size(16)));
-  typedef int Wide __attribute__((vector_size(64)));
-  return __builtin_convertvector((Wide)__builtin_ia32_pmovsxbd512_mask((Chars)bytes, Wide{}, 0xffff), Vector);
-#elif defined(__AVX2__) && !defined(__clang__)
-  typedef char Chars __attribute__((vector_size(16)));
-  typedef int64_t Halves __attribute__((vector_size(16)));
-  return __builtin_convertvector(__builtin_ia32_pmovsxbd256((Chars)Halves{(int64_t)bytes, 0}), Vector);
-#else
   return __builtin_convertvector(bytes, Vector);
 #endif
 }
@@ -54,7 +45,7 @@ inline Vector load(const int8_t* from) {
 template <int T>
 void add_products(const float* x, const Weight* w, float* sums, int64_t D, int64_t N, int64_t d, int rows,
                   int64_t begin, int64_t end) {
-  constexpr int kVectors = std::clamp((kRegisters - 2) / (T + 1), 1, 2);  // so that sums and weights fit into registers
+  constexpr int kVectors = T > 4 ? 1 : 2;  // so that sums and weights fit into 16 registers
   int64_t n = begin;
   if (rows == kBlock) {
     for (; n + kVectors * kLanes <= end; n += kVectors * kLanes) {
@@ -146,10 +137,9 @@ extern "C" XLA_FFI_Error* few_rows(XLA_FFI_CallFrame* frame) {
   const auto* y = static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]);
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args counted{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx, &threads};
-  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted))) threads = 1;
-  const int64_t N = w->dims[1], bytes = w->dims[0] * N * static_cast<int64_t>(sizeof(Weight));
-  threads = std::clamp<int64_t>(bytes / kLeastBytes, 1, std::max<int64_t>(threads, 1));
-  const int64_t width = std::clamp<int64_t>((N / (2 * threads) + 31) / 32 * 32, 32, kWidest);
+  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted)) || threads < 1) threads = 1;
+  const int64_t N = w->dims[1];
+  const int64_t width = std::clamp<int64_t>((N / (2 * threads) + 15) / 16 * 16, 16, kWidest);
   const int64_t count = (N + width - 1) / width, workers = std::clamp<int64_t>(count, 1, threads);
   auto* product = new Product{static_cast<const float*>(x->data), static_cast<const Weight*>(w->data),
                               static_cast<float*>(y->data), x->dims[0], w->dims[0], N, width, count};

@@ -1,10 +1,10 @@
 """Products of few rows on a CPU, by a kernel of our own (``few_rows.cc``) that is off until a
 command calls `build`.
 
-XLA takes longer for two rows of a product than for one, on a CPU without AVX-512 nearly twice as
-long, so that drafts gain little. The kernel reads every weight once for all rows. Commands build it
-with the machine's C++ compiler and keep it in the folder of compiled programs; `generate` never
-builds it.
+On a CPU without AVX-512, XLA takes nearly twice as long for two rows of a product as for one row,
+so that drafts gain little. The kernel reads every weight once for all rows. Commands build it with
+the machine's C++ compiler and keep it in the folder of compiled programs; `generate` never builds
+it.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 WEIGHTS = {"float32": "float", "int8": "int8_t"}
 SWITCH = "SPECSAMP_CPU_KERNEL"  # 0: the kernel stays off
 FAILED = " failed: "  # in the sentence of `build` if compiler or check ended with an error
-MOST_ROWS = 16  # of a product; with more rows XLA is as fast
+MOST_ROWS = 16  # of a product; with more rows XLA is as fast, and with a single float32 row faster
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-shared", "-fPIC", "-w")
 SECONDS = 60  # limit for the compiler, and for the check
 NEAR = 1e-5  # largest difference from NumPy's product, of sums with a variance of about one
@@ -129,8 +129,9 @@ def takes(spec: str, x: Array, y: Array) -> bool:
     """
     if _target is None or y.ndim != 2 or x.dtype != jnp.float32 or str(y.dtype) not in WEIGHTS:
         return False
+    fewest = 1 if y.dtype == jnp.int8 else 2
     is_product = re.fullmatch(r"(\w*)(\w),\2(\w)->\1\3", spec)
-    return bool(is_product) and 0 < x.size <= MOST_ROWS * y.shape[0]
+    return bool(is_product) and fewest * y.shape[0] <= x.size <= MOST_ROWS * y.shape[0]
 
 
 def multiply(x: Array, y: Array) -> Array:

@@ -24,7 +24,6 @@ from specsamp import validate
 from specsamp.arrays import pad_axis
 from specsamp.models.cache import KERNEL_SLOTS, KVCache, LayerCache, kind_of_cache
 from specsamp.models.config import TransformerConfig
-from specsamp.models.cpu_weights import UNEMBEDDING, head_to_cpu_order
 from specsamp.models.int8 import decode_weights, pad_rows, take_rows
 from specsamp.models.interface import Block, DeviceLayout, Kernels, LanguageModel, LayeredModel
 from specsamp.models.modules import embedding, table, weight
@@ -164,7 +163,7 @@ class HeadModule(nn.Module):
         config, width = self.config, self.config.layer.width
         if config.own_embedding:
             self.embedding = embedding(self, config.layer.vocab_size, width)
-        if config.own_output and not self.has_variable("params", UNEMBEDDING):
+        if config.own_output:
             self.output = table(self, "output", config.num_outputs, width)
 
     def declare_fc(self, read: int) -> None:
@@ -195,9 +194,6 @@ class HeadModule(nn.Module):
         """Returns float32 logits ``[B, T, U]`` of the result of `normed`, with the head's output
         matrix.
         """
-        if self.has_variable("params", UNEMBEDDING):
-            output_DU = self.get_variable("params", UNEMBEDDING)
-            return contract("BTD,DU->BTU", x_BTD, output_DU, dtype=jnp.float32)
         return self.multiply(self.output, x_BTD)
 
     @staticmethod
@@ -313,10 +309,6 @@ class Head:
         if self.config.own_embedding and self.kernels is not None:
             weights["embedding"] = pad_rows(weights["embedding"])
         return self.training_weights(weights, ids_U)
-
-    def to_cpu_order(self, weights: Any) -> Any:
-        """Rearranges the result of `prepare` for CPUs, see `specsamp.models.cpu_weights`."""
-        return weights | {"params": head_to_cpu_order(weights["params"])}
 
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
         """Returns the weights for the other methods, from float32 parameters and the ids of a

@@ -280,11 +280,6 @@ class LayeredModel(LanguageModel):
     num_layers: int
     width: int  # D
 
-    @property
-    def is_for_cpus(self) -> bool:
-        """Returns whether weights are in the order for CPUs; those of heads follow."""
-        return False
-
     def __call__(
         self,
         weights: Any,

@@ -171,10 +171,6 @@ class TransformerLM(LayeredModel):
 
     # Decode-time weights.
 
-    @property
-    def is_for_cpus(self) -> bool:
-        return self.weight_order == "cpu"
-
     def prepare(self, params: Any) -> Any:
         """Casts or quantises parameters and arranges them in the weight order; `fit_slots` adds the
         tables.

@@ -84,8 +84,7 @@ class HeadDrafter(Drafter):
         self.head.check_target(target)
 
     def prepare(self, params):
-        weights = self.head.prepare(params)
-        return self.head.to_cpu_order(weights) if self.target.is_for_cpus else weights
+        return self.head.prepare(params)
 
     def fit_slots(self, weights, slots):
         return self.head.fit_slots(weights, slots)
