@@ -36,6 +36,7 @@ COMPILED = (
     "llama_8b_eagle3_v5e",
     "qwen_8b_dspark_v7x",
     "qwen_8b_dspark_v7x_batch_8",
+    "qwen_8b_dspark_v7x_batch_32",
     "qwen3_5_9b_v5e",
     "qwen3_next_v5e",
     "gpt_oss_20b_v5e",
